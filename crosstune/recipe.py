@@ -1,0 +1,412 @@
+"""What was asked: one frozen `Recipe`, from YAML, `section.key=value` overrides or Python keywords.
+
+Each option is described once, here; `--help`, the docs and the error text read the description.
+This module knows nothing of files other than the recipe's own, and nothing of torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from crosstune.errors import RecipeError
+
+Auto = Literal["auto"]
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, not true or false")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_bool)]
+Float = Annotated[float, BeforeValidator(_no_bool)]
+
+
+class Section(BaseModel):
+    """Frozen, and nothing that it doesn't know gets in."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Model(Section):
+    """The frozen base model and its tokenizer."""
+
+    name: str = Field(description="Hub id, local folder, or .gguf file of the base model.")
+    quantization: Literal["none", "int8", "nf4"] = Field("none", description="How the frozen weights are held.")
+    double_quant: bool = Field(True, description="NF4 only: quantise the quantisation statistics too.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    tokenizer: str | None = Field(None, description="Hub id or folder of the tokenizer, where it isn't the model's.")
+    chat_template: str | None = Field(None, description="File with a Jinja chat template that replaces the tokenizer's.")
+    pad_token: str | None = Field(None, description="Padding token. Default: chosen so that it never equals a stop token.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model. Off unless asked for.")
+
+
+class Data(Section):
+    """The rows, their shape, and how much of each is used."""
+
+    path: str = Field(description="JSONL, JSON, CSV or Parquet file, or the hub id of a data set.")
+    shape: Literal["auto", "text", "prompt", "messages", "alpaca", "sharegpt"] = Field(
+        "auto", description="Shape of a row. auto: told from the file, and said."
+    )
+    split: str = Field("train", description="Split of a hub data set.")
+    text: str = Field("text", description="Column that holds the text, for shape text.")
+    prompt: str = Field("prompt", description="Column that holds the prompt, for shape prompt.")
+    completion: str = Field("completion", description="Column that holds the completion, for shape prompt.")
+    max_tokens: Int | None = Field(
+        None, ge=2, description="Rows are cut to this many tokens. Default: the model's own limit, said at the start."
+    )
+    packing: bool = Field(False, description="Put several rows into one sequence; they never see one another.")
+    learn: Literal["auto", "assistant", "all"] = Field(
+        "auto", description="Tokens to learn from. auto: assistant turns of conversations and completions; all of a text."
+    )
+    answer_after: str | None = Field(
+        None, description="Shape text only: learn what follows the last occurrence of this string, and nothing before it."
+    )
+    special_text: Literal["refuse", "keep"] = Field(
+        "refuse", description="Text that spells a control token: refuse the row, or keep it as ordinary characters."
+    )
+    skip_bad_rows: bool = Field(False, description="Leave rows with errors out (and list them) in place of refusing.")
+
+
+class Folds(Section):
+    """How rows are split into training and held-out rows."""
+
+    kind: Literal[
+        "kfold", "stratified", "group", "stratified-group", "time-series", "shuffle", "leave-one-out",
+        "leave-one-group-out", "repeated-kfold", "repeated-stratified", "column",
+    ] = Field("kfold", description="Splitter (scikit-learn's by name), or a column that holds the fold number.")  # fmt: skip
+    k: Int = Field(5, ge=2, description="Number of folds (of splits, for shuffle).")
+    by: str | None = Field(None, description="Column with the class (stratified), the time, or the fold (column).")
+    group: str | None = Field(None, description="Column whose equal values must stay on one side of a fold.")
+    seed: Int = Field(0, description="Seed of the split.")
+    repeats: Int = Field(2, ge=1, description="Repetitions, for the repeated kinds.")
+    test_share: Float = Field(0.2, gt=0, lt=1, description="Held-out share, for shuffle.")
+    duplicates: Literal["together", "first", "ignore"] = Field(
+        "together", description="Equal rows: keep them on one side, keep only the first, or take no notice."
+    )
+    allow_small_classes: bool = Field(False, description="Accept classes with fewer rows than folds.")
+
+
+class Lora(Section):
+    """One adapter's settings."""
+
+    rank: Int = Field(16, ge=1, description="Rank of the two adapter matrices.")
+    alpha: Float = Field(32, gt=0, description="Scale: the adapter's output is multiplied by alpha / rank.")
+    dropout: Float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
+    targets: str | tuple[str, ...] = Field(
+        "all-linear", description="Linear layers to adapt: names, or all-linear (all but the output head)."
+    )
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) (rank-stabilised LoRA, arXiv:2312.03732).")
+
+
+class Stop(Section):
+    """Early stopping, measured on a share of the lane's own training rows unless asked otherwise by name."""
+
+    share: Float = Field(0.1, gt=0, lt=1, description="Share of the training rows kept aside to decide when to stop.")
+    patience: Int = Field(2, ge=1, description="Evaluations without improvement before the lane stops.")
+    on: Literal["own_rows", "held_out"] = Field(
+        "own_rows", description="held_out decides on the rows that are scored: every score is then marked optimistic."
+    )
+
+
+class Train(Section):
+    """How a lane is trained."""
+
+    epochs: Float = Field(3, gt=0, description="Passes over the lane's training rows; fractions are allowed.")
+    max_steps: Int | None = Field(None, ge=1, description="Optimizer steps; overrides epochs.")
+    learning_rate: Float = Field(2e-4, ge=0, description="Peak learning rate of AdamW.")
+    batch_size: Int = Field(8, ge=1, description="Rows (packed sequences, with packing) a lane and optimizer step.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Learning rate after the warm-up.")
+    warmup: Float = Field(0.03, ge=0, description="Warm-up: a share of the steps if below 1, else a number of steps.")
+    weight_decay: Float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    max_grad_norm: Float = Field(1.0, gt=0, description="Each lane's gradient is clipped to this norm.")
+    beta1: Float = Field(0.9, ge=0, lt=1, description="AdamW's first decay rate.")
+    beta2: Float = Field(0.999, ge=0, lt=1, description="AdamW's second decay rate.")
+    epsilon: Float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    seed: Int = Field(0, description="Seed of initial adapters, row order and dropout; each fold derives its own.")
+    stop: Stop | None = Field(None, description="Early stopping. Off unless given.")
+    keep: Literal["last", "best"] = Field(
+        "last", description="Which step's adapter is kept. best is measured where train.stop says."
+    )
+
+    @model_validator(mode="after")
+    def _best_needs_stop(self) -> Train:
+        if self.keep == "best" and self.stop is None:
+            raise ValueError(
+                "keep: best needs train.stop, which says on which rows 'best' is measured "
+                "(train.stop.on: own_rows, or held_out for an optimistic score)"
+            )
+        return self
+
+
+class Evaluate(Section):
+    """What is measured on held-out rows, and how often."""
+
+    metrics: tuple[str, ...] = Field(("loss", "token_accuracy"), description="Metrics on rows never seen.")
+    every: Literal["epoch"] | Int = Field("epoch", description="Evaluate at every epoch, or every so many steps.")
+
+
+class Device(Section):
+    """Where and how wide it runs. Nothing here changes a result by more than rounding, precision aside."""
+
+    kind: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Device type.")
+    lanes: Auto | Int = Field("auto", description="Lanes a wave. auto: as many as fit.")
+    micro_batch: Auto | Int = Field("auto", description="Rows a lane and pass; accumulation follows from it.")
+    checkpointing: Auto | Literal["none", "all"] | Int = Field(
+        "auto", description="Decoder layers whose activations are recomputed: none, all, or a number."
+    )
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="Compute type of the frozen base.")
+
+
+class Lint(Section):
+    """Faults found before training."""
+
+    allow: tuple[str, ...] = Field((), description="Codes of errors to train in spite of; written into the journal.")
+
+
+def _name_only(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _path_only(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+class Recipe(Section):
+    """Everything that was asked for. `Recipe.load` reads a file, `Recipe.build` takes mappings and overrides."""
+
+    model: Annotated[Model, BeforeValidator(_name_only)] = Field(description="The frozen base model.")
+    data: Annotated[Data, BeforeValidator(_path_only)] = Field(description="The rows.")
+    folds: Folds = Field(default_factory=Folds, description="Training and held-out rows.")
+    lora: Lora = Field(default_factory=Lora, description="The adapter.")
+    train: Train = Field(default_factory=Train, description="How a lane is trained.")
+    evaluate: Evaluate = Field(default_factory=Evaluate, description="What is measured.")
+    sweep: dict[str, Any] = Field(default_factory=dict, description="Settings to try: 'section.key: [value, …]'.")
+    device: Device = Field(default_factory=Device, description="Where it runs.")
+    lint: Lint = Field(default_factory=Lint, description="Faults found before training.")
+    output: str = Field("runs/crosstune", description="The run folder.")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
+        """Read a YAML recipe and apply `section.key=value` overrides. All mistakes are reported at once."""
+        file = Path(path)
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"the recipe {str(path)!r} can't be read: {error}", "Give the path of a YAML recipe.") from None
+        tree = parse_yaml(text, name=str(path))
+        if not isinstance(tree, dict):
+            raise RecipeError(f"{path} holds no recipe", "A recipe starts with sections such as 'model:' and 'data:'.")
+        return cls.build(tree, overrides)
+
+    @classmethod
+    def build(cls, tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
+        """Make a Recipe from nested mappings; raise one `RecipeError` that names every mistake and its fix."""
+        tree = _deep_copy(tree)
+        for override in overrides:
+            _apply_override(tree, override)
+        mistakes = _unknown_keys(tree)
+        try:
+            recipe = cls.model_validate(_known_only(tree))
+        except ValidationError as error:
+            mistakes += [_say(problem) for problem in error.errors()]
+        if mistakes:
+            raise RecipeError(
+                "the recipe has " + (f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake") + ":\n"
+                + "\n".join(f"  {mistake}" for mistake in mistakes),
+                "All options: crosstune run --help, or docs/recipe.md.",
+            )  # fmt: skip
+        return recipe
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all that can change a result. `output` and the width of the device can't."""
+        tree = self.model_dump(mode="json", exclude={"output": True, "device": {"lanes", "micro_batch", "checkpointing"}})
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+    def to_yaml(self) -> str:
+        """The whole recipe, defaults included, as YAML that `load` reads back to an equal Recipe."""
+        return dump_yaml(self.model_dump(mode="json"))
+
+
+def parse_yaml(text: str, *, name: str = "recipe") -> Any:
+    """YAML 1.2, safely: `2e-4` is a number and `no` is a word. Raises `RecipeError` with line and column."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
+        raise RecipeError(f"{name}{place}: {error.problem or error.context}", "Mend the YAML at that place.") from None
+    except YAMLError as error:
+        raise RecipeError(f"{name}: {error}", "Mend the YAML.") from None
+
+
+def dump_yaml(tree: Any) -> str:
+    """`tree` as block-style YAML."""
+    from ruamel.yaml import YAML
+
+    yaml, out = YAML(typ="safe", pure=True), io.StringIO()
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.dump(tree, out)
+    return out.getvalue()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` so that `path` holds either the old or the new text, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def options() -> list[tuple[str, str, str, str]]:
+    """Every option as (name, type, default, description), in the order of the recipe."""
+    rows = []
+    for section, field in Recipe.model_fields.items():
+        kind = _section_class(section)
+        if kind is None:
+            rows.append((section, _type_words(field.annotation), _default_words(field), field.description or ""))
+            continue
+        for key, option in kind.model_fields.items():
+            name = f"{section}.{key}"
+            rows.append((name, _type_words(option.annotation), _default_words(option), option.description or ""))
+            if key == "stop":
+                rows += [
+                    (f"{name}.{k}", _type_words(o.annotation), _default_words(o), o.description or "")
+                    for k, o in Stop.model_fields.items()
+                ]
+    return rows
+
+
+_SECTIONS: dict[str, type[Section]] = {
+    "model": Model, "data": Data, "folds": Folds, "lora": Lora, "train": Train,
+    "evaluate": Evaluate, "device": Device, "lint": Lint,
+}  # fmt: skip
+
+
+def _section_class(name: str) -> type[Section] | None:
+    return _SECTIONS.get(name)
+
+
+def _type_words(annotation: Any) -> str:
+    text = str(annotation) if not isinstance(annotation, type) else annotation.__name__
+    if "Literal" in text:
+        words = [word for part in text.split("Literal[")[1:] for word in part.split("]")[0].split(", ")]
+        text = " | ".join(word.strip("'") for word in words) + (" | number" if "int" in text.split("]")[-1] or "Union" in text else "")
+        return text
+    for word, plain in (("tuple", "list"), ("float", "number"), ("int", "whole number"), ("bool", "true | false"), ("dict", "mapping")):
+        if word in text:
+            return plain
+    return "text"
+
+
+def _default_words(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "none" if value is None else json.dumps(value) if isinstance(value, bool | tuple | list | dict) else str(value)
+
+
+def _deep_copy(tree: Any) -> Any:
+    if isinstance(tree, BaseModel):
+        return tree.model_dump()
+    if isinstance(tree, Mapping):
+        return {str(key): _deep_copy(value) for key, value in tree.items()}
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"the override {override!r} is not of the form key=value", "Write it like lora.rank=8.")
+    place, path = tree, key.strip().split(".")
+    shorthand = {"model": "name", "data": "path"}
+    for depth, part in enumerate(path[:-1]):
+        if depth == 0 and isinstance(place.get(part), str) and part in shorthand:
+            place[part] = {shorthand[part]: place[part]}
+        if path[0] == "sweep" and depth == 1:
+            path = ["sweep", ".".join(path[1:])]
+            break
+        if not isinstance(place.get(part), dict):
+            place[part] = {}
+        place = place[part]
+    place[path[-1]] = parse_yaml(value, name=f"override {override!r}")
+
+
+def _unknown_keys(tree: Mapping[str, Any]) -> list[str]:
+    """One sentence for each key that no section knows, with the nearest right one."""
+    mistakes = []
+    homes: dict[str, list[str]] = {}
+    for section, kind in _SECTIONS.items():
+        for key in kind.model_fields:
+            homes.setdefault(key, []).append(section)
+    for key, value in tree.items():
+        if key not in Recipe.model_fields:
+            mistakes.append(f"{key}: unknown section; {_hint(key, list(Recipe.model_fields), homes)}")
+        elif key in _SECTIONS and isinstance(value, Mapping):
+            known = _SECTIONS[key].model_fields
+            mistakes += [f"{key}.{k}: unknown key; {_hint(k, list(known), homes)}" for k in value if k not in known]
+            stop = value.get("stop")
+            if key == "train" and isinstance(stop, Mapping):
+                mistakes += [
+                    f"train.stop.{k}: unknown key; {_hint(k, list(Stop.model_fields), {})}"
+                    for k in stop
+                    if k not in Stop.model_fields
+                ]
+    return mistakes
+
+
+def _hint(key: str, known: list[str], homes: Mapping[str, list[str]]) -> str:
+    if key in homes:
+        return f"it belongs under {' or '.join(homes[key])}"
+    aliases = {"r": "rank", "lora_r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "lr": "learning_rate",
+               "max_length": "max_tokens", "max_seq_length": "max_tokens", "n_splits": "k", "num_train_epochs": "epochs"}  # fmt: skip
+    near = [aliases[key]] if aliases.get(key) in known else difflib.get_close_matches(key, known, n=2, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    if key in aliases:
+        return f"did you mean {homes[aliases[key]][0]}.{aliases[key]}?"
+    elsewhere = difflib.get_close_matches(key, list(homes), n=1, cutoff=0.7)
+    if elsewhere:
+        return f"did you mean {homes[elsewhere[0]][0]}.{elsewhere[0]}?"
+    return f"known here: {', '.join(known)}"
+
+
+def _known_only(tree: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in Recipe.model_fields:
+            continue
+        if key in _SECTIONS and isinstance(value, Mapping):
+            value = {k: v for k, v in value.items() if k in _SECTIONS[key].model_fields}
+            if key == "train" and isinstance(value.get("stop"), Mapping):
+                value["stop"] = {k: v for k, v in value["stop"].items() if k in Stop.model_fields}
+        out[key] = value
+    return out
+
+
+def _say(problem: Any) -> str:
+    place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "literal", "constrained")))
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{place}: is required"
+    if problem["type"] == "value_error" and isinstance(problem["input"], BaseModel | dict):
+        return f"{place}: {message}"
+    return f"{place}: {message} (got {problem['input']!r})"

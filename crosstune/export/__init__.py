@@ -1,0 +1,5 @@
+"""PEFT folder; merged model, verified."""
+
+from crosstune.export.adapter import save_adapter
+
+__all__ = ["save_adapter"]

@@ -1,0 +1,126 @@
+"""One lane's tensors as a PEFT folder, with all that is needed to answer with it.
+
+Knows PEFT's file format (file names, key names, config) and nothing of lanes, waves or runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from transformers import GenerationConfig
+
+from crosstune.export.card import model_card
+from crosstune.export.folder import new_folder
+from crosstune.recipe import Lora
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WEIGHTS, CONFIG, GENERATION = "adapter_model.safetensors", "adapter_config.json", "generation_config.json"
+KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
+
+
+def save_adapter(
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    lora: Lora,
+    *,
+    target_names: Iterable[str],
+    base_name: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    stop_ids: Iterable[int],
+    card: Mapping[str, Any],
+) -> None:
+    """Write a folder that `PeftModel.from_pretrained`, vLLM and llama.cpp's converter open.
+
+    tensors       under PEFT's names, base_model.model.<module>.lora_A.weight (rank, in) and …lora_B.weight (out, rank);
+                  written in fp32, and the same values always give the same bytes
+    target_names  the adapted modules, by full name (model.layers.0.self_attn.q_proj), or by a last part that names
+                  exactly them: PEFT adapts every module whose name ends in it
+    base_name     hub id or folder, kept in the config so that PEFT finds the base; the card shows no path
+    stop_ids      every token that ends an answer; all of them go into generation_config.json
+    card          facts for README.md: plain values, and mappings, which become tables of their own
+    """
+    names = sorted(set(target_names))
+    _assert_whole(tensors, lora, names)
+    with new_folder(folder) as work:
+        save_file(
+            {key: tensor.detach().to("cpu", torch.float32).contiguous() for key, tensor in tensors.items()},
+            work / WEIGHTS,
+            metadata={"format": "pt"},
+        )
+        write_json(work / CONFIG, peft_config(lora, names, base_name))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+        write_generation_config(work, GenerationConfig(), tokenizer, stop_ids)
+        text = model_card(card, base_name=base_name, kind="adapter")
+        (work / "README.md").write_text(text, encoding="utf-8")
+
+
+def peft_config(lora: Lora, target_names: Sequence[str], base_name: str) -> dict[str, Any]:
+    """PEFT's own config of this adapter as a dict. PEFT holds target modules as an unordered set: sorted."""
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # annotated int; PEFT only divides it, and writes 12.5 as 12.5
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        target_modules=list(target_names),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_name,
+        inference_mode=True,
+    )
+    fields = config.to_dict()
+    if float(lora.alpha).is_integer():
+        fields["lora_alpha"] = int(lora.alpha)  # vLLM and llama.cpp's converter read a whole number
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in fields.items()}
+
+
+def write_generation_config(
+    folder: Path,
+    config: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    stop_ids: Iterable[int],
+) -> None:
+    """generation_config.json: `config` with every stop token, and the tokenizer's BOS and padding.
+
+    One missing stop token and the model talks on to the length limit (meta-llama/llama-cookbook#640).
+    """
+    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    own = [] if tokenizer is None else [tokenizer.eos_token_id]
+    stops = sorted({int(token) for token in [*known, *own, *stop_ids] if token is not None})
+    config.eos_token_id = stops or None
+    if tokenizer is not None:
+        config.bos_token_id = tokenizer.bos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+    config.save_pretrained(folder)
+
+
+def write_json(file: Path, tree: Mapping[str, Any]) -> None:
+    """`tree` as JSON with sorted keys: equal values, equal bytes."""
+    file.write_text(json.dumps(tree, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _assert_whole(tensors: Mapping[str, torch.Tensor], lora: Lora, target_names: Sequence[str]) -> None:
+    """Ours to keep, so asserts: an A and a B of the lane's rank for each target, and a target for each."""
+    sides: dict[str, set[str]] = {}
+    for key, tensor in tensors.items():
+        match = KEY.match(key)
+        assert match, f"{key} is not a name that PEFT reads"
+        sides.setdefault(match["module"], set()).add(match["side"])
+        rank = tensor.shape[0] if match["side"] == "A" else tensor.shape[1]
+        assert rank == lora.rank, f"{key} has rank {rank}, the lane {lora.rank}"
+    assert tensors and all(found == {"A", "B"} for found in sides.values()), "half an adapter"
+    ends = {
+        name: [module for module in sides if module == name or module.endswith(f".{name}")] for name in target_names
+    }
+    assert all(ends.values()), f"no tensor for {[name for name, found in ends.items() if not found]}"
+    covered = {module for found in ends.values() for module in found}
+    assert covered == set(sides), f"no target name for {sorted(set(sides) - covered)}"

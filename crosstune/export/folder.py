@@ -1,0 +1,96 @@
+"""A folder appears whole or not at all: written beside its place, flushed, then renamed into it.
+
+Knows files and names only, nothing of models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from crosstune.errors import RunError
+
+CHECKSUMS = "SHA256SUMS"
+
+
+@contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield an empty folder to fill; it takes the place of `path` when the block ends, and vanishes if the block fails.
+
+    A folder that already stands at `path` is replaced; a file there is refused.
+    """
+    final = Path(path)
+    if final.exists() and not final.is_dir():
+        raise RunError(f"{str(final)!r} is a file, and a folder is to be written there", "Choose another place.")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+    try:
+        yield work
+        work.chmod(0o777 & ~_umask())  # mkdtemp gives 0700; the result should read like any other folder
+        _flush(work)
+        _put(work, final)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def write_checksums(folder: Path) -> Path:
+    """Write `SHA256SUMS` over every file of `folder`, in the format that `sha256sum --check` reads."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != CHECKSUMS)
+    lines = [f"{sha256(file)}  {file.relative_to(folder).as_posix()}\n" for file in files]
+    (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+    return folder / CHECKSUMS
+
+
+def wrong_checksums(folder: Path) -> list[str]:
+    """Names in `SHA256SUMS` whose file is missing or differs. An absent list means nothing to compare: []."""
+    sums = folder / CHECKSUMS
+    if not sums.is_file():
+        return []
+    wrong = []
+    for line in sums.read_text(encoding="utf-8").splitlines():
+        digest, _, name = line.partition("  ")
+        if not (folder / name).is_file() or sha256(folder / name) != digest:
+            wrong.append(name)
+    return wrong
+
+
+def sha256(file: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _put(work: Path, final: Path) -> None:
+    if not final.exists():
+        work.replace(final)
+        return
+    # A non-empty folder can't be renamed over: the old one steps aside first, and is deleted last.
+    old = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.old."))
+    final.replace(old)
+    work.replace(final)
+    shutil.rmtree(old)
+
+
+def _flush(folder: Path) -> None:
+    for place in [*sorted(folder.rglob("*")), folder]:
+        if place.is_dir() and os.name == "nt":  # Windows can't open a folder to flush it
+            continue
+        handle = os.open(place, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

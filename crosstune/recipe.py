@@ -6,12 +6,9 @@ This module knows nothing of files other than the recipe's own, and nothing of t
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import io
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +16,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from crosstune.errors import RecipeError
+from crosstune.mistakes import ALIASES as ALIASES  # also offered here
+from crosstune.mistakes import known_only, unknown_keys, wrong_values
+from crosstune.options import Option, list_options
+from crosstune.yaml_text import dump_yaml, parse_yaml
+from crosstune.yaml_text import write_text as write_text  # also offered here
 
 Auto = Literal["auto"]
 
@@ -31,12 +33,14 @@ def _no_bool(value: Any) -> Any:
 
 Int = Annotated[int, BeforeValidator(_no_bool)]
 Float = Annotated[float, BeforeValidator(_no_bool)]
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+CountOrNone = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
 
 
 class Section(BaseModel):
     """Frozen, and nothing that it doesn't know gets in."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 class Model(Section):
@@ -47,9 +51,15 @@ class Model(Section):
     double_quant: bool = Field(True, description="NF4 only: quantise the quantisation statistics too.")
     revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
     tokenizer: str | None = Field(None, description="Hub id or folder of the tokenizer, where it isn't the model's.")
-    chat_template: str | None = Field(None, description="File with a Jinja chat template that replaces the tokenizer's.")
-    pad_token: str | None = Field(None, description="Padding token. Default: chosen so that it never equals a stop token.")
-    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model. Off unless asked for.")
+    chat_template: str | None = Field(
+        None, description="File with a Jinja chat template that replaces the tokenizer's."
+    )
+    pad_token: str | None = Field(
+        None, description="Padding token. Default: chosen so that it never equals a stop token."
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with the model. Off unless asked for."
+    )
 
 
 class Data(Section):
@@ -68,15 +78,21 @@ class Data(Section):
     )
     packing: bool = Field(False, description="Put several rows into one sequence; they never see one another.")
     learn: Literal["auto", "assistant", "all"] = Field(
-        "auto", description="Tokens to learn from. auto: assistant turns of conversations and completions; all of a text."
+        "auto",
+        description="Tokens to learn from. auto: assistant turns of conversations and completions; all of a text.",
     )
     answer_after: str | None = Field(
-        None, description="Shape text only: learn what follows the last occurrence of this string, and nothing before it."
+        None,
+        description="Shape text only: learn what follows the last occurrence of this string, and nothing before it.",
     )
     special_text: Literal["refuse", "keep"] = Field(
         "refuse", description="Text that spells a control token: refuse the row, or keep it as ordinary characters."
     )
     skip_bad_rows: bool = Field(False, description="Leave rows with errors out (and list them) in place of refusing.")
+
+
+STRATIFIED_KINDS = ("stratified", "stratified-group", "repeated-stratified")
+GROUP_KINDS = ("group", "stratified-group", "leave-one-group-out")
 
 
 class Folds(Section):
@@ -85,7 +101,7 @@ class Folds(Section):
     kind: Literal[
         "kfold", "stratified", "group", "stratified-group", "time-series", "shuffle", "leave-one-out",
         "leave-one-group-out", "repeated-kfold", "repeated-stratified", "column",
-    ] = Field("kfold", description="Splitter (scikit-learn's by name), or a column that holds the fold number.")  # fmt: skip
+    ] = Field("kfold", description="scikit-learn's splitter by name, or a column that holds the fold number.")  # fmt: skip
     k: Int = Field(5, ge=2, description="Number of folds (of splits, for shuffle).")
     by: str | None = Field(None, description="Column with the class (stratified), the time, or the fold (column).")
     group: str | None = Field(None, description="Column whose equal values must stay on one side of a fold.")
@@ -96,6 +112,14 @@ class Folds(Section):
         "together", description="Equal rows: keep them on one side, keep only the first, or take no notice."
     )
     allow_small_classes: bool = Field(False, description="Accept classes with fewer rows than folds.")
+
+    @model_validator(mode="after")
+    def _has_its_columns(self) -> Folds:
+        for option, purpose, kinds in (("by", "the class", STRATIFIED_KINDS), ("by", "the fold", ("column",)),
+                                       ("group", "the group", GROUP_KINDS)):  # fmt: skip
+            if self.kind in kinds and self.__dict__[option] is None:
+                raise ValueError(f"kind {self.kind} needs folds.{option}, the column with {purpose}")
+        return self
 
 
 class Lora(Section):
@@ -124,7 +148,7 @@ class Train(Section):
     """How a lane is trained."""
 
     epochs: Float = Field(3, gt=0, description="Passes over the lane's training rows; fractions are allowed.")
-    max_steps: Int | None = Field(None, ge=1, description="Optimizer steps; overrides epochs.")
+    max_steps: Int | None = Field(None, ge=1, description="Optimizer steps, in place of epochs.")
     learning_rate: Float = Field(2e-4, ge=0, description="Peak learning rate of AdamW.")
     batch_size: Int = Field(8, ge=1, description="Rows (packed sequences, with packing) a lane and optimizer step.")
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Learning rate after the warm-up.")
@@ -135,10 +159,24 @@ class Train(Section):
     beta2: Float = Field(0.999, ge=0, lt=1, description="AdamW's second decay rate.")
     epsilon: Float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     seed: Int = Field(0, description="Seed of initial adapters, row order and dropout; each fold derives its own.")
+    share: Float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the lane's training rows that is used; a smaller share is part of a larger.",
+    )
     stop: Stop | None = Field(None, description="Early stopping. Off unless given.")
     keep: Literal["last", "best"] = Field(
         "last", description="Which step's adapter is kept. best is measured where train.stop says."
     )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Train:
+        if self.max_steps is not None and self.epochs != Train.model_fields["epochs"].default:
+            raise ValueError(
+                f"epochs {self.epochs:g} and max_steps {self.max_steps} both say how long to train; give one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _best_needs_stop(self) -> Train:
@@ -154,16 +192,16 @@ class Evaluate(Section):
     """What is measured on held-out rows, and how often."""
 
     metrics: tuple[str, ...] = Field(("loss", "token_accuracy"), description="Metrics on rows never seen.")
-    every: Literal["epoch"] | Int = Field("epoch", description="Evaluate at every epoch, or every so many steps.")
+    every: Literal["epoch"] | Count = Field("epoch", description="Evaluate at every epoch, or every so many steps.")
 
 
 class Device(Section):
     """Where and how wide it runs. Nothing here changes a result by more than rounding, precision aside."""
 
     kind: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Device type.")
-    lanes: Auto | Int = Field("auto", description="Lanes a wave. auto: as many as fit.")
-    micro_batch: Auto | Int = Field("auto", description="Rows a lane and pass; accumulation follows from it.")
-    checkpointing: Auto | Literal["none", "all"] | Int = Field(
+    lanes: Auto | Count = Field("auto", description="Lanes a wave. auto: as many as fit.")
+    micro_batch: Auto | Count = Field("auto", description="Rows a lane and pass; accumulation follows from it.")
+    checkpointing: Auto | Literal["none", "all"] | CountOrNone = Field(
         "auto", description="Decoder layers whose activations are recomputed: none, all, or a number."
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="Compute type of the frozen base.")
@@ -204,7 +242,9 @@ class Recipe(Section):
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"the recipe {str(path)!r} can't be read: {error}", "Give the path of a YAML recipe.") from None
+            raise RecipeError(
+                f"the recipe {str(path)!r} can't be read: {error}", "Give the path of a YAML recipe."
+            ) from None
         tree = parse_yaml(text, name=str(path))
         if not isinstance(tree, dict):
             raise RecipeError(f"{path} holds no recipe", "A recipe starts with sections such as 'model:' and 'data:'.")
@@ -213,14 +253,14 @@ class Recipe(Section):
     @classmethod
     def build(cls, tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
         """Make a Recipe from nested mappings; raise one `RecipeError` that names every mistake and its fix."""
-        tree = _deep_copy(tree)
+        tree = merge({}, tree)
         for override in overrides:
-            _apply_override(tree, override)
-        mistakes = _unknown_keys(tree)
+            tree = merge(tree, _override(override))
+        mistakes = unknown_keys(tree, cls)
         try:
-            recipe = cls.model_validate(_known_only(tree))
+            recipe = cls.model_validate(known_only(tree, cls))
         except ValidationError as error:
-            mistakes += [_say(problem) for problem in error.errors()]
+            mistakes += wrong_values(error.errors(), cls)
         if mistakes:
             raise RecipeError(
                 "the recipe has " + (f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake") + ":\n"
@@ -231,7 +271,9 @@ class Recipe(Section):
 
     def fingerprint(self) -> str:
         """SHA-256 over all that can change a result. `output` and the width of the device can't."""
-        tree = self.model_dump(mode="json", exclude={"output": True, "device": {"lanes", "micro_batch", "checkpointing"}})
+        tree = self.model_dump(
+            mode="json", exclude={"output": True, "device": {"lanes", "micro_batch", "checkpointing"}}
+        )
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
@@ -239,174 +281,44 @@ class Recipe(Section):
         return dump_yaml(self.model_dump(mode="json"))
 
 
-def parse_yaml(text: str, *, name: str = "recipe") -> Any:
-    """YAML 1.2, safely: `2e-4` is a number and `no` is a word. Raises `RecipeError` with line and column."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
-    try:
-        return YAML(typ="safe", pure=True).load(text)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
-        raise RecipeError(f"{name}{place}: {error.problem or error.context}", "Mend the YAML at that place.") from None
-    except YAMLError as error:
-        raise RecipeError(f"{name}: {error}", "Mend the YAML.") from None
-
-
-def dump_yaml(tree: Any) -> str:
-    """`tree` as block-style YAML."""
-    from ruamel.yaml import YAML
-
-    yaml, out = YAML(typ="safe", pure=True), io.StringIO()
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False
-    yaml.dump(tree, out)
-    return out.getvalue()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` so that `path` holds either the old or the new text, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def options() -> list[tuple[str, str, str, str]]:
+def options() -> list[Option]:
     """Every option as (name, type, default, description), in the order of the recipe."""
-    rows = []
-    for section, field in Recipe.model_fields.items():
-        kind = _section_class(section)
-        if kind is None:
-            rows.append((section, _type_words(field.annotation), _default_words(field), field.description or ""))
-            continue
-        for key, option in kind.model_fields.items():
-            name = f"{section}.{key}"
-            rows.append((name, _type_words(option.annotation), _default_words(option), option.description or ""))
-            if key == "stop":
-                rows += [
-                    (f"{name}.{k}", _type_words(o.annotation), _default_words(o), o.description or "")
-                    for k, o in Stop.model_fields.items()
-                ]
-    return rows
+    return list(list_options(Recipe))
 
 
-_SECTIONS: dict[str, type[Section]] = {
-    "model": Model, "data": Data, "folds": Folds, "lora": Lora, "train": Train,
-    "evaluate": Evaluate, "device": Device, "lint": Lint,
-}  # fmt: skip
-
-
-def _section_class(name: str) -> type[Section] | None:
-    return _SECTIONS.get(name)
-
-
-def _type_words(annotation: Any) -> str:
-    text = str(annotation) if not isinstance(annotation, type) else annotation.__name__
-    if "Literal" in text:
-        words = [word for part in text.split("Literal[")[1:] for word in part.split("]")[0].split(", ")]
-        text = " | ".join(word.strip("'") for word in words) + (" | number" if "int" in text.split("]")[-1] or "Union" in text else "")
-        return text
-    for word, plain in (("tuple", "list"), ("float", "number"), ("int", "whole number"), ("bool", "true | false"), ("dict", "mapping")):
-        if word in text:
-            return plain
-    return "text"
-
-
-def _default_words(field: Any) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    return "none" if value is None else json.dumps(value) if isinstance(value, bool | tuple | list | dict) else str(value)
-
-
-def _deep_copy(tree: Any) -> Any:
-    if isinstance(tree, BaseModel):
-        return tree.model_dump()
-    if isinstance(tree, Mapping):
-        return {str(key): _deep_copy(value) for key, value in tree.items()}
-    return tree
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise RecipeError(f"the override {override!r} is not of the form key=value", "Write it like lora.rank=8.")
-    place, path = tree, key.strip().split(".")
-    shorthand = {"model": "name", "data": "path"}
-    for depth, part in enumerate(path[:-1]):
-        if depth == 0 and isinstance(place.get(part), str) and part in shorthand:
-            place[part] = {shorthand[part]: place[part]}
-        if path[0] == "sweep" and depth == 1:
-            path = ["sweep", ".".join(path[1:])]
-            break
-        if not isinstance(place.get(part), dict):
-            place[part] = {}
-        place = place[part]
-    place[path[-1]] = parse_yaml(value, name=f"override {override!r}")
-
-
-def _unknown_keys(tree: Mapping[str, Any]) -> list[str]:
-    """One sentence for each key that no section knows, with the nearest right one."""
-    mistakes = []
-    homes: dict[str, list[str]] = {}
-    for section, kind in _SECTIONS.items():
-        for key in kind.model_fields:
-            homes.setdefault(key, []).append(section)
-    for key, value in tree.items():
-        if key not in Recipe.model_fields:
-            mistakes.append(f"{key}: unknown section; {_hint(key, list(Recipe.model_fields), homes)}")
-        elif key in _SECTIONS and isinstance(value, Mapping):
-            known = _SECTIONS[key].model_fields
-            mistakes += [f"{key}.{k}: unknown key; {_hint(k, list(known), homes)}" for k in value if k not in known]
-            stop = value.get("stop")
-            if key == "train" and isinstance(stop, Mapping):
-                mistakes += [
-                    f"train.stop.{k}: unknown key; {_hint(k, list(Stop.model_fields), {})}"
-                    for k in stop
-                    if k not in Stop.model_fields
-                ]
-    return mistakes
-
-
-def _hint(key: str, known: list[str], homes: Mapping[str, list[str]]) -> str:
-    if key in homes:
-        return f"it belongs under {' or '.join(homes[key])}"
-    aliases = {"r": "rank", "lora_r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "lr": "learning_rate",
-               "max_length": "max_tokens", "max_seq_length": "max_tokens", "n_splits": "k", "num_train_epochs": "epochs"}  # fmt: skip
-    near = [aliases[key]] if aliases.get(key) in known else difflib.get_close_matches(key, known, n=2, cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    if key in aliases:
-        return f"did you mean {homes[aliases[key]][0]}.{aliases[key]}?"
-    elsewhere = difflib.get_close_matches(key, list(homes), n=1, cutoff=0.7)
-    if elsewhere:
-        return f"did you mean {homes[elsewhere[0]][0]}.{elsewhere[0]}?"
-    return f"known here: {', '.join(known)}"
-
-
-def _known_only(tree: Mapping[str, Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key not in Recipe.model_fields:
-            continue
-        if key in _SECTIONS and isinstance(value, Mapping):
-            value = {k: v for k, v in value.items() if k in _SECTIONS[key].model_fields}
-            if key == "train" and isinstance(value.get("stop"), Mapping):
-                value["stop"] = {k: v for k, v in value["stop"].items() if k in Stop.model_fields}
-        out[key] = value
+def merge(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with `changes` put over it, section by section; neither is changed."""
+    out = _plain(tree)
+    for key, value in _plain(changes).items():
+        here = _open_shorthand(key, out.get(key))
+        out[key] = merge(here, value) if isinstance(here, dict) and isinstance(value, dict) else value
     return out
 
 
-def _say(problem: Any) -> str:
-    place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "literal", "constrained")))
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return f"{place}: is required"
-    if problem["type"] == "value_error" and isinstance(problem["input"], BaseModel | dict):
-        return f"{place}: {message}"
-    return f"{place}: {message} (got {problem['input']!r})"
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, BaseModel):
+        return tree.model_dump()
+    if isinstance(tree, Mapping):
+        return {str(key): _plain(value) for key, value in tree.items()}
+    return tree
+
+
+SHORTHAND = {"model": "name", "data": "path"}  # `model: X` means `model: {name: X}`
+
+
+def _open_shorthand(section: str, value: Any) -> Any:
+    return {SHORTHAND[section]: value} if section in SHORTHAND and isinstance(value, str) else value
+
+
+def _override(override: str) -> dict[str, Any]:
+    """`section.key=value` → {section: {key: value}}; the value is YAML, a sweep's key keeps its dots."""
+    key, equals, value = override.partition("=")
+    path = key.strip().split(".", 1 if key.strip().startswith("sweep.") else -1)
+    if not equals or not all(path):
+        raise RecipeError(
+            f"the override {override!r} is not of the form section.key=value", "Write it like lora.rank=8."
+        )
+    tree = parse_yaml(value, name=f"override {override!r}")
+    for part in reversed(path):
+        tree = {part: tree}
+    return tree

@@ -1,0 +1,48 @@
+"""YAML in and out, and text written whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from crosstune.errors import RecipeError
+
+
+def parse_yaml(text: str, *, name: str = "recipe") -> Any:
+    """YAML 1.2, safely: `2e-4` is a number and `no` is a word. Raises `RecipeError` with line and column."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
+        raise RecipeError(f"{name}{place}: {error.problem or error.context}", "Mend the YAML at that place.") from None
+    except YAMLError as error:
+        raise RecipeError(f"{name}: {error}", "Mend the YAML.") from None
+
+
+def dump_yaml(tree: Any) -> str:
+    """`tree` as block-style YAML."""
+    from ruamel.yaml import YAML
+
+    yaml, out = YAML(typ="safe", pure=True), io.StringIO()
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.dump(tree, out)
+    return out.getvalue()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` so that `path` holds either the old or the new text, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    Path(temporary).replace(path)

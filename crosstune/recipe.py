@@ -101,7 +101,7 @@ class Folds(Section):
     kind: Literal[
         "kfold", "stratified", "group", "stratified-group", "time-series", "shuffle", "leave-one-out",
         "leave-one-group-out", "repeated-kfold", "repeated-stratified", "column",
-    ] = Field("kfold", description="scikit-learn's splitter by name, or a column that holds the fold number.")  # fmt: skip
+    ] = Field("kfold", description="scikit-learn's splitter by name, or a column with the fold.")  # fmt: skip
     k: Int = Field(5, ge=2, description="Number of folds (of splits, for shuffle).")
     by: str | None = Field(None, description="Column with the class (stratified), the time, or the fold (column).")
     group: str | None = Field(None, description="Column whose equal values must stay on one side of a fold.")

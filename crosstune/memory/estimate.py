@@ -1,0 +1,227 @@
+"""Bytes by part, in closed form: no torch, no weights, under a millisecond.
+
+A training step holds its most at one of a few moments, each of which is a sum of parts; the peak is the largest.
+Legend: K lanes, M rows a lane and pass, T tokens of the longest row, N = K·M·T tokens of a pass; h hidden, f MLP width,
+q and k widths of all query and all key heads, V vocabulary, L layers, n of them checkpointed; c bytes of a number in
+the compute type; P numbers in one lane's adapter; R rank, tau targets a block.
+
+What stays from step to step
+  base        c · numbers, or for NF4 half a byte each + a byte per 64 (+ 4 bytes per 16,384) of statistics
+  adapters    4·K·P in fp32, and c·K·P as cast for the pass where c < 4
+  gradient    4·K·P;   AdamW's two moments 8·K·P
+
+What a token of a pass leaves in a block for the backward pass (transformers' Llama block, SDPA attention, all linears adapted)
+  2 RMSNorms      keep their input in fp32 and 1/rms                            2·(4h + 4)
+  q, k, v         read one tensor                                               c·h
+  attention       q and k after rotary, v, output (which o_proj reads), logsumexp   c·(2q + 2k) + 4·heads
+  gate, up        read one tensor                                               c·h
+  SwiGLU          gate, silu(gate), up, their product (which down_proj reads)   4·c·f
+  adapters        x·A of each target                                            c·R·tau
+A checkpointed block leaves its input, c·h, and makes the rest again when the backward pass gets there.
+
+The moments
+  head      all blocks' share + the final norm + one chunk of logits + the gradient of the hidden states
+  recompute the lowest not yet passed blocks' share + one block made again + its backward temporaries
+  optimizer the states + AdamW's temporaries
+On top: cuBLAS workspaces (inside the allocator), fragmentation, context and libraries (outside it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from crosstune.memory.gpus import MIB, Machine
+from crosstune.memory.shape import Linear, ModelShape
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+HEAD_CHUNK = 1024  # target positions whose logits exist at one time
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that decides a pass's bytes besides the model and the device."""
+
+    lanes: int
+    micro_batch: int
+    tokens: int  # of the longest row of a pass: every row is padded to it
+    checkpointed: int = 0
+    quantization: str = "none"
+    double_quant: bool = True
+    precision: str = "bf16"
+    rank: int = 16
+    targets: tuple[Linear, ...] = ()
+    dropout: bool = False
+    head_chunk: int = HEAD_CHUNK
+
+    @property
+    def pass_tokens(self) -> int:
+        return self.lanes * self.micro_batch * self.tokens
+
+    @property
+    def number_bytes(self) -> int:
+        return DTYPE_BYTES[self.precision]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes of the device by part, at the moment (`at`) that needs most. The parts add up to `peak_bytes`."""
+
+    parts: Mapping[str, int]
+    at: str
+    moments: Mapping[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the device shows as used."""
+        return sum(self.parts.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What PyTorch's allocator holds."""
+        return self.peak_bytes - self.parts["context and libraries"]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What PyTorch's tensors hold at the peak (torch.cuda.max_memory_allocated)."""
+        return self.reserved_bytes - self.parts["fragmentation"]
+
+
+def estimate(shape: ModelShape, settings: Settings, machine: Machine) -> Estimate:
+    """The whole process on the device, by part, for training with `settings`."""
+    if not settings.targets:
+        settings = replace(settings, targets=shape.linears)
+    kept = {**base_parts(shape, settings), **lane_parts(shape, settings)}
+    moments = {
+        "head": _head(shape, settings),
+        "recompute": _backward(shape, settings),
+        "optimizer": {"optimizer temporaries": 4 * settings.lanes * _lane_numbers(shape, settings)},
+    }
+    at = max(moments, key=lambda name: sum(moments[name].values()))
+    parts = {**kept, **moments[at], "batch": batch_bytes(settings), "cuBLAS workspaces": machine.cublas_bytes}
+    transient = sum(moments[at].values())
+    parts["fragmentation"] = fragmentation_bytes(transient, machine)
+    parts["context and libraries"] = machine.context_bytes
+    return Estimate(parts, at, {name: sum(part.values()) for name, part in moments.items()})
+
+
+def base_parts(shape: ModelShape, settings: Settings) -> dict[str, int]:
+    """The frozen weights by kind."""
+    c = settings.number_bytes
+    blocks, statistics = shape.block_parameters * c, 0
+    if settings.quantization != "none":
+        per_linear = [quantized_bytes(linear, settings) for linear in shape.linears]
+        blocks = shape.layers * sum(weights for weights, _ in per_linear)
+        statistics = shape.layers * sum(stats for _, stats in per_linear)
+    norms = (shape.layers * shape.norms + 1) * _round(c * shape.hidden)
+    norms += shape.layers * (2 * _round(c * shape.head_dim) if shape.head_norms else 0)
+    biases = shape.layers * sum(_round(c * linear.outputs) for linear in shape.linears if linear.bias)
+    return {
+        "base: linear layers": blocks,
+        "base: quantisation statistics": statistics,
+        "base: embeddings": shape.embedding_parameters * c,
+        "base: head": shape.head_parameters * c,
+        "base: norms and biases": norms + biases,
+    }
+
+
+def quantized_bytes(linear: Linear, settings: Settings) -> tuple[int, int]:
+    """(weights, statistics) of one linear layer as bitsandbytes holds it."""
+    if settings.quantization == "int8":
+        return _round(linear.numel), _round(4 * linear.outputs)  # a scale in fp32 for each output
+    blocks = -(-linear.numel // 64)
+    if not settings.double_quant:
+        return _round(linear.numel // 2), _round(4 * blocks) + 512  # + the 16 code values
+    # absmax as uint8 with its own fp32 absmax per 256, an offset; both code tables (16 and 256 values) are shared
+    return _round(linear.numel // 2), _round(blocks) + _round(4 * -(-blocks // 256)) + 512
+
+
+def lane_parts(shape: ModelShape, settings: Settings) -> dict[str, int]:
+    """The adapters and all that training keeps for them."""
+    numbers = settings.lanes * _lane_numbers(shape, settings)
+    cast = settings.number_bytes if settings.number_bytes < 4 else 0
+    return {
+        "lanes: adapters (fp32)": 4 * numbers,
+        "lanes: adapters as computed with": 2 * cast * numbers,  # the copy, and its gradient before it is added up
+        "lanes: gradients": 4 * numbers,
+        "lanes: optimizer state": 8 * numbers,
+    }
+
+
+def saved_per_token(shape: ModelShape, settings: Settings) -> int:
+    """Bytes that a block which isn't checkpointed keeps for each token until the backward pass."""
+    c, h, f = settings.number_bytes, shape.hidden, shape.intermediate
+    targets = settings.targets
+    read = {linear.reads for linear in targets}
+    total = shape.norms * (4 * h + 4)  # RMSNorm computes in fp32
+    total += c * h * (("hidden" in read) + ("normed" in read))
+    total += c * (2 * shape.queries + 2 * shape.keys) + 4 * shape.heads
+    if shape.head_norms:
+        total += 4 * (shape.queries + shape.keys)
+    if any(linear.name == "qkv_proj" for linear in shape.linears):
+        total += c * (shape.queries + shape.keys)  # v is a view of the fused output and keeps all of it
+    total += c * f * (3 + ("product" in read))
+    total += c * settings.rank * len(targets)
+    if settings.dropout:
+        total += (c + 1) * sum(linear.inputs for linear in targets)  # a masked input and the mask for each target
+    return total
+
+
+def _head(shape: ModelShape, settings: Settings) -> dict[str, int]:
+    N, c, h = settings.pass_tokens, settings.number_bytes, shape.hidden
+    whole = shape.layers - settings.checkpointed
+    chunk = min(N, settings.head_chunk)
+    return {
+        "activations: saved": N * whole * saved_per_token(shape, settings),
+        "activations: inputs of checkpointed layers": N * settings.checkpointed * c * h,
+        "activations: final norm": N * (4 * h + 2 * c * h),
+        "head: logits of a chunk": logits_bytes(chunk, shape.vocab, c),
+        "head: gradient of the hidden states": N * c * h,
+    }
+
+
+def logits_bytes(chunk: int, vocab: int, number_bytes: int) -> int:
+    """A chunk's logits in the compute type, in fp32, and their gradient in fp32."""
+    return chunk * vocab * (8 + (number_bytes if number_bytes < 4 else 0))
+
+
+def _backward(shape: ModelShape, settings: Settings) -> dict[str, int]:
+    """The backward pass in the block where most is alive: the topmost, or the topmost checkpointed one."""
+    N, c, h, f = settings.pass_tokens, settings.number_bytes, shape.hidden, shape.intermediate
+    block = N * saved_per_token(shape, settings)
+    whole = shape.layers - settings.checkpointed
+    temporaries = N * (3 * c * f + 2 * c * h + 4 * h)
+    parts = {"backward: temporaries of a layer": temporaries, "dequantised weight": dequantized_bytes(shape, settings)}
+    inputs = N * settings.checkpointed * c * h
+    if settings.checkpointed and inputs + block > inputs + whole * block:
+        return {"activations: inputs of checkpointed layers": inputs, "activations: layer made again": block, **parts}
+    saved = {"activations: saved": whole * block, "activations: inputs of checkpointed layers": inputs}
+    return {**saved, **parts}
+
+
+def dequantized_bytes(shape: ModelShape, settings: Settings) -> int:
+    """The largest linear layer's weights in the compute type, which a quantised base makes for one matrix product."""
+    if settings.quantization == "none":
+        return 0
+    largest = max(linear.numel for linear in shape.linears)
+    statistics = 8 * -(-largest // 64) if settings.quantization == "nf4" and settings.double_quant else 0
+    return largest * settings.number_bytes + statistics
+
+
+def batch_bytes(settings: Settings) -> int:
+    """Ids, targets and weights of a pass (8 + 8 + 4 bytes a token)."""
+    return 20 * settings.pass_tokens
+
+
+def fragmentation_bytes(transient: int, machine: Machine) -> int:
+    """Bytes reserved beyond those allocated. H200, 184 settings: 0.2 to 12% of what comes and goes with a step."""
+    return transient // 10 + (64 * MIB if machine.kind == "cuda" else 0)
+
+
+def _lane_numbers(shape: ModelShape, settings: Settings) -> int:
+    return shape.lane_parameters(settings.targets, settings.rank)
+
+
+def _round(count: int) -> int:
+    """PyTorch's CUDA allocator hands out multiples of 512 bytes."""
+    return -(-count // 512) * 512

@@ -23,6 +23,7 @@ from crosstune.yaml_text import dump_yaml, parse_yaml
 from crosstune.yaml_text import write_text as write_text  # also offered here
 
 Auto = Literal["auto"]
+_CHANGES_NO_RESULT: Any = {"output": True, "device": {"lanes", "micro_batch", "checkpointing"}}
 
 
 def _no_bool(value: Any) -> Any:
@@ -271,10 +272,11 @@ class Recipe(Section):
 
     def fingerprint(self) -> str:
         """SHA-256 over all that can change a result. `output` and the width of the device can't."""
-        tree = self.model_dump(
-            mode="json", exclude={"output": True, "device": {"lanes", "micro_batch", "checkpointing"}}
-        )
-        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.what_matters(), sort_keys=True).encode()).hexdigest()
+
+    def what_matters(self) -> dict[str, Any]:
+        """All that can change a result, as plain mappings: a run goes on only with the same values of these."""
+        return self.model_dump(mode="json", exclude=_CHANGES_NO_RESULT)
 
     def to_yaml(self) -> str:
         """The whole recipe, defaults included, as YAML that `load` reads back to an equal Recipe."""

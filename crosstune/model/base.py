@@ -1,0 +1,185 @@
+"""The frozen base model, loaded once: hub id, folder or GGUF file; 16-bit, fp32, int8 or NF4; on exactly one device.
+
+Quirks of transformers and bitsandbytes live here and in attach.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crosstune.errors import MissingExtra, ModelError
+from crosstune.recipe import Model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Base:
+    """A frozen causal language model on one device, with its tokenizer."""
+
+    model: Any  # transformers.PreTrainedModel
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype  # compute type of hidden states and adapter copies
+    name: str
+    _found: dict[str, Any] = field(default_factory=dict)  # flags of a model that was passed in, to give back
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The model without its output head."""
+        return self.model.get_decoder()
+
+    @property
+    def decoder_layers(self) -> list[nn.Module]:
+        """The decoder's blocks, first to last: those that can be checkpointed one by one."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        return [module for module in self.decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+    @property
+    def head(self) -> nn.Module:
+        """The output head as it stands now (a LaneLinear if adapted)."""
+        return self.model.get_output_embeddings()
+
+    @property
+    def head_name(self) -> str:
+        """Full name of the output head."""
+        return next(name for name, module in self.model.named_modules() if module is self.head)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def hidden(self, ids_NT: Tensor, position_NT: Tensor | None = None) -> Tensor:
+        """Last hidden states (N, T, H). Rows are padded on the right, where a causal mask hides padding by itself.
+
+        `position_NT` restarts at 0 for each row of a packed sequence; transformers' masks then keep the rows apart
+        (with no attention mask and no cache given: masking_utils.find_packed_sequence_indices).
+        """
+        return self.decoder(input_ids=ids_NT, position_ids=position_NT, use_cache=False).last_hidden_state
+
+    def logit_rule(self) -> tuple[float, float | None]:
+        """(factor, soft cap) between the head's output and the logits: Cohere and Granite scale, Gemma 2 caps."""
+        config = self.model.config.get_text_config().to_dict()
+        factor = float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0)
+        return factor, config.get("final_logit_softcapping")
+
+    def digest(self) -> str:
+        """SHA-256 over every tensor of the base, adapters left out: proof that training left it alone."""
+        sha = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            if not name.endswith((".a_KRI", ".b_KOR")):
+                sha.update(name.replace(".base.", ".").encode())
+                sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return sha.hexdigest()
+
+    def freeze(self) -> None:
+        """No gradient, no training mode; remembers how a passed-in model was set."""
+        self._found = {
+            "training": [module for module in self.model.modules() if module.training],
+            "grad": [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        }
+        self.model.requires_grad_(False)
+        self.model.eval()
+
+    def release(self) -> None:
+        """Give a passed-in model back with the flags it had."""
+        for module in self._found.get("training", ()):
+            module.training = True
+        for parameter in self._found.get("grad", ()):
+            parameter.requires_grad_(True)
+        self._found = {}
+
+
+def load_base(model: Model, tokenizer: Any, *, device: torch.device, precision: str) -> Base:
+    """Load the base for `precision` (fp32, bf16, fp16) onto `device`, frozen.
+
+    Raises ModelError where the name leads to no model that can be used, MissingExtra where a package is missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    place = hub_arguments(model)
+    options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": "sdpa", "device_map": {"": device}}
+    if model.quantization != "none":
+        options["quantization_config"] = _quantization(model, DTYPES[precision])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = AutoModelForCausalLM.from_pretrained(**place, **options, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"the base model {model.name!r} can't be loaded: {first_line(error)}",
+            "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name.",
+        ) from None
+    base = Base(loaded, tokenizer, device, DTYPES[precision], Path(model.name).name or model.name)
+    base.freeze()
+    _refuse_spread(base)
+    return base
+
+
+def adopt(model: Any, tokenizer: Any) -> Base:
+    """A base from a model that is already in memory. `release` gives it back as it was."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"the model passed in is a {type(model).__name__}",
+            "Pass a transformers causal language model; a PEFT model must be unloaded first (model.unload()).",
+        )
+    device = next(model.parameters()).device
+    dtype = next((p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)), torch.float32)
+    base = Base(model, tokenizer, device, dtype, Path(model.config.name_or_path).name or type(model).__name__)
+    base.freeze()
+    _refuse_spread(base)
+    return base
+
+
+def hub_arguments(model: Model) -> dict[str, Any]:
+    """`from_pretrained` arguments that say where: a hub id, a folder, or a GGUF file in a folder."""
+    if model.name.endswith(".gguf"):
+        file = Path(model.name).expanduser()
+        if not file.is_file():
+            raise ModelError(f"there is no file {model.name!r}", "Give the path of a .gguf file in model.name.")
+        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    place: dict[str, Any] = {"pretrained_model_name_or_path": model.name}
+    if model.revision:
+        place["revision"] = model.revision
+    return place
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message: the rest is advice about its own options."""
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+
+
+def _quantization(model: Model, dtype: torch.dtype) -> Any:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise MissingExtra("bitsandbytes", "quant") from None
+    from transformers import BitsAndBytesConfig
+
+    if model.quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=model.double_quant,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _refuse_spread(base: Base) -> None:
+    devices = {str(parameter.device) for parameter in base.model.parameters()}
+    if len(devices) > 1:
+        raise ModelError(
+            f"the base lies on {', '.join(sorted(devices))}", "Load it on one device: lanes need the whole base in one place."
+        )

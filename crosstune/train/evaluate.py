@@ -1,0 +1,77 @@
+"""Rows → losses, at inference cost: no autograd, large batches, each lane on its own rows.
+
+The result of a row does not depend on the rows beside it: rows are padded on the right, where a causal model never
+looks, and per-row sums are made in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from crosstune.data.batches import Batch, Unit, collate
+from crosstune.data.tokens import Tokens
+from crosstune.model.attach import Slots
+from crosstune.model.base import Base
+from crosstune.model.head import head_loss
+from crosstune.train.lane import RowScores
+from crosstune.train.step import LENGTH_MULTIPLE, DeviceBatch
+
+# Tokens of a batch without autograd. Enough to fill the device; hidden states of one layer are all that is alive.
+TOKENS_A_BATCH = {"cpu": 4096, "mps": 8192, "cuda": 32768}
+
+
+def score_lanes(
+    slots: Slots, tokens: Tokens, rows_K: Sequence[Sequence[int]], *, tick: Callable[[int], None] | None = None
+) -> list[RowScores]:
+    """Score lane k's adapter on `rows_K[k]`, all lanes together. `tick` is told how many rows a batch held."""
+    return _score(slots.base, slots, tokens, rows_K, tick)
+
+
+def score_base(base: Base, tokens: Tokens, rows: Sequence[int], *, tick: Callable[[int], None] | None = None) -> RowScores:
+    """Score the untuned base on `rows`."""
+    return _score(base, None, tokens, [rows], tick)[0]
+
+
+@torch.inference_mode()
+def _score(
+    base: Base, slots: Slots | None, tokens: Tokens, rows_K: Sequence[Sequence[int]], tick: Callable[[int], None] | None
+) -> list[RowScores]:
+    nll = np.zeros((len(rows_K), len(tokens.lengths)))
+    hits = np.zeros_like(nll, dtype=np.int64)
+    waiting = []
+    for batch in _batches(tokens, rows_K, base.device.type):
+        on_device = DeviceBatch.of(batch, base.device)
+        if slots is not None:
+            slots.begin_pass(None)
+        hidden_NTH = base.hidden(on_device.ids_NT)
+        out = head_loss(base, hidden_NTH, on_device.index_KS, on_device.target_KS, on_device.weight_KS)
+        waiting.append((batch.row_KS, out.nll_KS, out.hit_KS))  # read back after all is queued
+        if tick is not None:
+            tick(len(np.unique(batch.row_KS[batch.row_KS >= 0])))
+    for row_KS, nll_KS, hit_KS in waiting:
+        lane, place = np.nonzero(row_KS >= 0)
+        np.add.at(nll, (lane, row_KS[lane, place]), nll_KS.double().cpu().numpy()[lane, place])
+        np.add.at(hits, (lane, row_KS[lane, place]), hit_KS.cpu().numpy()[lane, place])
+    return [
+        RowScores(chosen, nll[k, chosen], tokens.targets[chosen].astype(np.int64), hits[k, chosen])
+        for k, chosen in enumerate(np.array(sorted(rows), dtype=np.int64) for rows in rows_K)
+    ]
+
+
+def _batches(tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str) -> Iterator[Batch]:
+    """Batches of all lanes, longest rows first, as many rows a lane as the token budget holds at that length."""
+    queues: list[list[Unit]] = [[(row,) for row in sorted(rows, key=lambda row: -int(tokens.lengths[row]))] for rows in rows_K]
+    place = 0
+    while any(place < len(queue) for queue in queues):
+        longest = max(int(tokens.lengths[queue[place][0]]) for queue in queues if place < len(queue))
+        each = max(1, TOKENS_A_BATCH[device_type] // (len(queues) * longest))
+        yield collate(
+            tokens,
+            [queue[place : place + each] for queue in queues],
+            weights_K=[0.0] * len(queues),
+            multiple=LENGTH_MULTIPLE[device_type],
+        )
+        place += each

@@ -1,0 +1,93 @@
+"""One optimizer step of all lanes: passes forward and backward, then AdamW. Knows nothing of time or files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from crosstune.data.batches import Batch, Unit, collate, cut_step
+from crosstune.data.tokens import Tokens
+from crosstune.model.attach import Slots
+from crosstune.model.head import head_loss
+from crosstune.train.lane import Lane, Status
+from crosstune.train.optimizer import LaneAdamW
+
+# Row lengths are rounded up to this many tokens: tensor cores want multiples of 8 (docs.nvidia.com, matmul guide).
+LENGTH_MULTIPLE = {"cpu": 1, "mps": 1, "cuda": 8}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, each (K,): token-mean loss (NaN for a lane that wasn't fed), gradient norm, finite."""
+
+    loss: NDArray[np.float64]
+    grad_norm: NDArray[np.float64]
+    ok: NDArray[np.bool_]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A Batch on the device."""
+
+    ids_NT: Tensor
+    position_NT: Tensor | None
+    index_KS: Tensor
+    target_KS: Tensor
+    weight_KS: Tensor
+    key_KS: Tensor | None
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> DeviceBatch:
+        """Copy the arrays over, from pinned memory where that makes the copy asynchronous."""
+
+        def move(array: NDArray[np.generic] | None) -> Tensor | None:
+            if array is None:
+                return None
+            tensor = torch.from_numpy(array)
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+        names = ("ids_NT", "position_NT", "index_KS", "target_KS", "weight_KS", "key_KS")
+        return cls(*(move(getattr(batch, name)) for name in names))  # type: ignore[arg-type]
+
+
+def step_batches(lanes: Sequence[Lane], tokens: Tokens, scales: Sequence[float], *, micro_batch: int, multiple: int) -> list[Batch]:
+    """The passes of the lanes' next step. A target weighs (loss scale) / (targets of the lane's whole effective batch)."""
+    units_K: list[list[Unit]] = [lane.next_units() for lane in lanes]
+    weights = []
+    for lane, units, scale in zip(lanes, units_K, scales, strict=True):
+        targets = sum(int(tokens.targets[row]) for unit in units for row in unit)
+        weights.append(scale / targets if targets and lane.status is Status.RUNNING else 0.0)
+    dropout = [(lane.job.seed, lane.step) for lane in lanes] if any(lane.job.lora.dropout for lane in lanes) else None
+    passes = cut_step(units_K, tokens.lengths, micro_batch)
+    return [collate(tokens, units, weights_K=weights, dropout_K=dropout, multiple=multiple) for units in passes]
+
+
+def train_step(slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], batches: Sequence[Batch]) -> StepResult:
+    """Gradients of all passes, one AdamW step a lane, compute copies refreshed. Lanes' own counters are not touched."""
+    device = slots.base.device
+    slots.grad_KP.zero_()
+    loss_K = torch.zeros(len(lanes), device=device)
+    for batch in batches:
+        loss_K += run_pass(slots, DeviceBatch.of(batch, device))
+    active_K = torch.tensor([lane.status is Status.RUNNING and lane.is_fed for lane in lanes], device=device)
+    loss_K /= optimizer.scale_K
+    norm_K, ok_K = optimizer.step(loss_K, [lane.learning_rate() for lane in lanes], active_K)
+    slots.refresh()
+    facts = torch.stack([loss_K, norm_K, ok_K.float(), active_K.float()]).double().cpu().numpy()
+    loss = np.where(facts[3] > 0, facts[0], np.nan)
+    return StepResult(loss, facts[1], facts[2] > 0, sum(batch.num_tokens for batch in batches))
+
+
+def run_pass(slots: Slots, batch: DeviceBatch) -> Tensor:
+    """Forward and backward of one pass; gradients are added to `grad_KP`. Returns each lane's weighted loss, fp32 (K,)."""
+    slots.begin_pass(batch.key_KS)
+    hidden_NTH = slots.base.hidden(batch.ids_NT, batch.position_NT)
+    out = head_loss(slots.base, hidden_NTH, batch.index_KS, batch.target_KS, batch.weight_KS)
+    out.weighted.backward()
+    return (out.nll_KS * batch.weight_KS).sum(1)

@@ -1,0 +1,205 @@
+"""A wave: the lanes that share the base at one time, from their first step to their last score.
+
+Knows time (steps, evaluations, who is due), not files: what happens is told through `report`, one event at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from crosstune.data.tokens import Tokens
+from crosstune.memory.plan import Plan
+from crosstune.model.attach import Slots, attached
+from crosstune.model.base import Base
+from crosstune.model.device import live_bytes, peak_bytes
+from crosstune.progress import Progress
+from crosstune.train.evaluate import score_lanes
+from crosstune.train.lane import Lane, LaneJob, RowScores, Status
+from crosstune.train.optimizer import LaneAdamW
+from crosstune.train.step import LENGTH_MULTIPLE, StepResult, step_batches, train_step
+
+
+@dataclass(frozen=True)
+class LaneEvaluated:
+    """A lane was scored on its held-out rows, under way or at the end."""
+
+    job: LaneJob
+    step: int
+    epoch: float
+    scores: RowScores
+
+
+@dataclass(frozen=True)
+class StepKept:
+    """The adapter of this step is the best so far and may be the one that is kept (train.keep: best)."""
+
+    job: LaneJob
+    step: int
+    adapter: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LaneFinished:
+    """A lane is over: its adapter under PEFT's names, its final scores, its training losses step by step."""
+
+    job: LaneJob
+    status: Status
+    reason: str
+    steps: int
+    kept_step: int
+    scores: RowScores
+    adapter: Mapping[str, Tensor]
+    losses: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LaneRetired:
+    """A lane failed. Nothing of it is kept."""
+
+    job: LaneJob
+    reason: str
+    step: int
+
+
+@dataclass(frozen=True)
+class WaveFinished:
+    """All lanes of the wave are over. Bytes of the device: alive before and after, and the peak between."""
+
+    jobs: tuple[LaneJob, ...]
+    steps: int
+    tokens: int
+    seconds: float
+    live_bytes_before: int
+    live_bytes_after: int
+    peak_bytes: int
+
+
+Event = LaneEvaluated | StepKept | LaneFinished | LaneRetired | WaveFinished
+Report = Callable[[Event], None]
+
+
+def run_wave(base: Base, jobs: Sequence[LaneJob], tokens: Tokens, plan: Plan, *, report: Report, progress: Progress) -> None:
+    """Train and score all `jobs` together; tell `report` what happens."""
+    before, begun = live_bytes(base.device), time.monotonic()
+    steps, trained = _run(base, jobs, tokens, plan, report, progress)
+    report(
+        WaveFinished(
+            tuple(jobs), steps, trained, time.monotonic() - begun, before, live_bytes(base.device), peak_bytes(base.device)
+        )
+    )
+
+
+def _run(
+    base: Base, jobs: Sequence[LaneJob], tokens: Tokens, plan: Plan, report: Report, progress: Progress
+) -> tuple[int, int]:
+    with attached(base, [job.spec for job in jobs], checkpointed_layers=plan.checkpointed_layers) as slots:
+        wave = _Wave(slots, [Lane.start(job, tokens) for job in jobs], tokens, plan, report)
+        total = max(lane.total_steps for lane in wave.lanes)
+        progress.start("train", total)
+        while any(lane.is_fed for lane in wave.lanes):
+            wave.step()
+            progress.advance(**wave.facts())
+        progress.stop()
+        return wave.steps, wave.trained
+
+
+class _Wave:
+    """The lanes of a wave under way, and what they share."""
+
+    def __init__(self, slots: Slots, lanes: list[Lane], tokens: Tokens, plan: Plan, report: Report) -> None:
+        self.slots, self.lanes, self.tokens, self.plan, self.report = slots, lanes, tokens, plan, report
+        self.optimizer = LaneAdamW(slots, [lane.job.train for lane in lanes])
+        self.best: dict[int, Tensor] = {}  # lane → its best row of master_KP, where keep: best
+        self.best_scores: dict[int, RowScores] = {}
+        self.steps = self.trained = 0
+        self.begun = time.monotonic()
+        self.last: StepResult | None = None
+
+    def step(self) -> None:
+        """One optimizer step of every lane that is not over, and the evaluations due after it."""
+        batches = step_batches(
+            self.lanes,
+            self.tokens,
+            self.optimizer.scale_K.tolist(),
+            micro_batch=self.plan.micro_batch,
+            multiple=LENGTH_MULTIPLE[self.slots.base.device.type],
+        )
+        fed = [lane.is_fed for lane in self.lanes]
+        self.last = result = train_step(self.slots, self.optimizer, self.lanes, batches)
+        self.steps, self.trained = self.steps + 1, self.trained + result.num_tokens
+        for k, lane in enumerate(self.lanes):
+            if not fed[k]:
+                continue
+            lane.step += 1
+            if lane.status is not Status.RUNNING:
+                continue
+            lane.losses.append(float(result.loss[k]))
+            if not result.ok[k] and not self._may_skip(k):
+                self._retire(k, "non-finite-loss" if not np.isfinite(result.loss[k]) else "non-finite-gradient")
+        due = [k for k, lane in enumerate(self.lanes) if fed[k] and lane.is_due()]
+        if due:
+            self._evaluate(due)
+
+    def _may_skip(self, k: int) -> bool:
+        """In fp16 a non-finite step is skipped and the lane's loss scale halved, until the scale is below 1."""
+        return self.optimizer.scaled and float(self.optimizer.scale_K[k]) >= 1.0
+
+    def _retire(self, k: int, reason: str) -> None:
+        self.lanes[k].fail(reason)
+        self.slots.clear(k)
+        self.report(LaneRetired(self.lanes[k].job, reason, self.lanes[k].step))
+
+    def _evaluate(self, due: Sequence[int]) -> None:
+        """Score the lanes that are due on their held-out rows, and on the rows that decide on stopping."""
+        lanes = self.lanes
+        scores = score_lanes(self.slots, self.tokens, [lane.job.held_out if k in due else () for k, lane in enumerate(lanes)])
+        stop_rows = [lane.stop_rows if k in due else () for k, lane in enumerate(lanes)]
+        stops = score_lanes(self.slots, self.tokens, stop_rows) if any(stop_rows) else scores
+        stops = [stop if rows else score for stop, rows, score in zip(stops, stop_rows, scores, strict=True)]
+        for k in due:
+            lane = lanes[k]
+            if lane.status is not Status.RUNNING:
+                continue
+            self.report(LaneEvaluated(lane.job, lane.step, lane.step / lane.steps_an_epoch, scores[k]))
+            if lane.job.train.stop is not None and lane.note_stop_loss(stop_loss(lane, stops[k])):
+                self._keep(k, scores[k])
+            if not lane.is_fed or lane.step == lane.total_steps:
+                self._finish(k, scores[k])
+
+    def _keep(self, k: int, scores: RowScores) -> None:
+        if self.lanes[k].job.train.keep == "best":
+            self.best[k], self.best_scores[k] = self.slots.master_KP[k].clone(), scores
+            self.report(StepKept(self.lanes[k].job, self.lanes[k].step, self.slots.adapter(k)))
+
+    def _finish(self, k: int, scores: RowScores) -> None:
+        lane, kept = self.lanes[k], self.lanes[k].step
+        if k in self.best:
+            self.slots.master_KP[k].copy_(self.best.pop(k))
+            kept, scores = lane.best_step, self.best_scores.pop(k)
+        if lane.status is Status.RUNNING:
+            lane.status = Status.DONE
+        seconds = time.monotonic() - self.begun
+        adapter = self.slots.adapter(k)
+        self.report(
+            LaneFinished(lane.job, lane.status, lane.reason, lane.step, kept, scores, adapter, tuple(lane.losses), seconds)
+        )
+
+    def facts(self) -> dict[str, object]:
+        """What the progress line shows after a step."""
+        over = [lane.status is Status.FAILED or not lane.losses for lane in self.lanes]
+        return {
+            "losses": [None if gone else lane.losses[-1] for lane, gone in zip(self.lanes, over, strict=True)],
+            "tokens": self.last.num_tokens if self.last else 0,
+            "held_bytes": live_bytes(self.slots.base.device),
+        }
+
+
+def stop_loss(lane: Lane, scores: RowScores) -> float:
+    """The loss that decides on stopping and on the best step: a place of its own, so that a test can speak for it."""
+    return scores.loss

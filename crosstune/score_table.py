@@ -7,7 +7,7 @@ from typing import Any
 
 from crosstune.units import bytes_words, seconds_words
 
-COLUMNS = ("fold", "rows", "tokens", "base loss", "loss", "perplexity", "token accuracy")
+COLUMNS = ("fold", "rows", "tokens", "base loss", "loss", "perplexity", "token acc.")
 
 
 def show_scores(report: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ def score_table(trial: Mapping[str, Any]) -> Any:
     table = Table(title=f"trial {trial['trial']}" + (f": {settings}" if settings else ""), box=box.SIMPLE)
     table.title_justify = "left"
     for name in COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for fold in trial["folds"]:
         table.add_row(
             str(fold["fold"]), str(fold["rows"]), str(fold["tokens"]), number(fold["base_loss"]),
@@ -41,7 +41,7 @@ def score_table(trial: Mapping[str, Any]) -> Any:
     table.add_section()
     table.add_row("mean", "", "", "", number(trial["mean"]))
     low, high = trial["interval95"] or (None, None)
-    table.add_row("95%", "", "", "", f"{number(low)} to {number(high)}")
+    table.add_row("95%", "", "", "", f"{number(low)}–{number(high)}")
     return table
 
 

@@ -1,0 +1,77 @@
+"""The list is the architecture: a file may import only files above it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ORDER = """
+    errors units yaml_text options mistakes recipe progress
+    stats.intervals stats.bootstrap stats.comparison stats.curve sweep
+    data.rows data.load data.render data.tokens data.lint.fault data.batches splits
+    memory.shape memory.gpus memory.estimate memory.speed memory.allocator memory.plan
+    store.files store.secrets store.journal store.lock store.same store.run
+    model.device model.lora model.base model.attach model.head
+    train.lane train.optimizer train.step train.evaluate train.checkpoint train.wave train.recover
+    workers.local
+    export.folder export.card export.adapter export.weights
+    report crossval score_table demo_model demo init cli
+""".split()
+NEEDS_TORCH = ("model", "train", "workers", "export")
+PACKAGE = Path(__file__).parent.parent / "crosstune"
+FILES = {".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in PACKAGE.rglob("*.py") if p.name[:2] != "__"}
+
+
+def imported(module):
+    """Every crosstune module that `module` imports, inside functions too: 'data.load', or 'stats' for its __init__."""
+    tree = ast.parse(PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "crosstune":
+                yield longest_module(rest)
+
+
+def longest_module(name):
+    """'recipe.Data' → 'recipe'; 'stats.Interval' → 'stats'; '__version__' → ''."""
+    while name and name not in FILES and not PACKAGE.joinpath(*name.split(".")).is_dir():
+        name = name.rpartition(".")[0]
+    return name
+
+
+def place(module):
+    """Where `module` stands; a package's __init__ stands where its last file does."""
+    return max(at for at, name in enumerate(ORDER) if name == module or name.startswith(f"{module}."))
+
+
+def test_the_list_names_every_file():
+    assert sorted(ORDER) == sorted(set(ORDER)), "a file is listed twice"
+    assert set(ORDER) == FILES, "list the new file at its place in ORDER, or take the old one out"
+
+
+@pytest.mark.parametrize("module", sorted(FILES & set(ORDER)))
+def test_a_file_imports_only_files_above_it(module):
+    below = [name for name in imported(module) if name and place(name) >= place(module)]
+    assert not below, f"{module} imports {below}"
+
+
+def test_half_of_the_package_never_loads_torch():
+    free = [module for module in FILES if module.split(".")[0] not in NEEDS_TORCH]
+    code = "; ".join(f"import crosstune.{m}" for m in sorted(free))
+    code += "; import sys; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+
+
+def test_help_loads_neither_torch_nor_the_recipe():
+    code = "from crosstune.cli import main; main(['--help']); import sys; print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "numpy", "pydantic", "rich"} & set(done.stderr.split())

@@ -30,7 +30,7 @@ def list_options(kind: type[BaseModel], prefix: str = "") -> Iterator[Option]:
     for key, field in kind.model_fields.items():
         name = prefix + key
         section = section_of(field.annotation)
-        if section is None or default_words(field) == "none":
+        if section is None or default_words(field) == "null":
             yield Option(name, type_words(field), default_words(field), field.description or "")
         if section is not None:
             yield from list_options(section, name + ".")
@@ -66,7 +66,7 @@ def _words(annotation: Any, limits: list[Any]) -> Iterator[str]:
     elif annotation in (int, float):
         yield ("whole number" if annotation is int else "number") + _limit_words(limits)
     elif annotation is NoneType:
-        yield "none"
+        yield "null"
     elif section_of(annotation) or origin is dict or annotation is dict:
         yield "mapping"
     else:
@@ -102,5 +102,5 @@ def default_words(field: FieldInfo) -> str:
         return "required"
     value = field.get_default(call_default_factory=True)
     if value is None:
-        return "none"
+        return "null"
     return json.dumps(value) if isinstance(value, bool | tuple | list | dict) else str(value)

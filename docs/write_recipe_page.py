@@ -7,7 +7,8 @@ from crosstune.recipe import Recipe, options
 PAGE = Path(__file__).parent / "recipe.md"
 HEAD = """# The recipe
 
-A recipe is a YAML file. `crosstune init rows.jsonl --model NAME` writes one after looking at the rows; this is a whole one:
+A recipe is a YAML file. `crosstune init rows.jsonl --model NAME` writes one after looking at the rows. A
+whole one:
 
 ```yaml
 model:    {name: meta-llama/Meta-Llama-3-8B-Instruct, quantization: nf4}

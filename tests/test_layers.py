@@ -18,7 +18,7 @@ ORDER = """
     workers.local
     export.folder export.card export.adapter export.weights
     report crossval score_table demo_model demo init cli
-""".split()
+""".split()  # noqa: SIM905
 NEEDS_TORCH = ("model", "train", "workers", "export")
 PACKAGE = Path(__file__).parent.parent / "crosstune"
 FILES = {".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in PACKAGE.rglob("*.py") if p.name[:2] != "__"}

@@ -11,7 +11,7 @@ ORDER = """
     errors units yaml_text options mistakes recipe progress
     stats.intervals stats.bootstrap stats.comparison stats.curve sweep
     data.rows data.load data.render data.tokens data.lint.fault data.batches splits
-    memory.shape memory.gpus memory.estimate memory.speed memory.allocator memory.plan
+    memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.plan
     store.files store.secrets store.journal store.lock store.same store.run
     model.device model.lora model.base model.attach model.head
     train.lane train.optimizer train.step train.evaluate train.checkpoint train.wave train.recover

@@ -144,7 +144,7 @@ def _read_gpu(nvml: Any, index: int, driver: str) -> Present:
     except nvml.NVMLError:  # not permitted in some containers
         processes = ()
     machine = Machine(
-        name, "cuda", int(memory.total), (int(capability[0]), int(capability[1])), *_rates(name, capability)
+        name, "cuda", int(memory.total), (int(capability[0]), int(capability[1])), *rates_of(name, capability)
     )
     uuid = _text(nvml.nvmlDeviceGetUUID(handle))
     return Present(index, machine, int(memory.free), int(memory.used), driver, uuid, processes)
@@ -154,7 +154,7 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _rates(name: str, capability: Sequence[int]) -> tuple[float, float]:
+def rates_of(name: str, capability: Sequence[int]) -> tuple[float, float]:
     """Rates of the listed GPU whose name is nearest; a modest card of the same generation otherwise."""
     words = set(re.findall(r"[a-z]*\d+[a-z]*|super|ti", name.lower()))
     ranked = sorted(

@@ -1,0 +1,139 @@
+"""The device that training runs on: which, in what precision, with which attention kernel, and how many bytes it holds.
+
+`crosstune.memory.visible` has said before torch was imported which GPUs there are; here torch is asked.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from crosstune.errors import DeviceError
+from crosstune.memory.gpus import Machine, free_ram_bytes, rates_of, this_cpu
+from crosstune.memory.precision import Choice, attention_kernel, choose_precision
+from crosstune.recipe import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device with all that was decided about it."""
+
+    device: torch.device
+    machine: Machine
+    precision: Choice
+    attention: Choice
+
+    def __str__(self) -> str:
+        return f"{self.machine.name}, {self.precision.value} ({self.precision.why}), {self.attention.value} attention"
+
+
+def choose_device(section: Device) -> Place:
+    """Where to run, from recipe.device. Raises DeviceError if that device isn't there: never a silent CPU run."""
+    kind = section.kind
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(kind)
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise DeviceError(
+                f"device-unavailable: device.kind is cuda; torch {torch.__version__} sees no GPU ({_why_no_cuda()})",
+                "Run 'crosstune doctor', or set device.kind to auto or cpu.",
+            )
+        device = torch.device("cuda", torch.cuda.current_device())
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise DeviceError(
+            "device-unavailable: device.kind is mps, which this computer lacks", "Set device.kind to auto."
+        )
+    machine = machine_of(device)
+    precision = choose_precision(section.precision, machine)
+    return Place(device, machine, precision, attention_kernel(machine, precision.value))
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The device as the planner knows it."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        capability = (found.major, found.minor)
+        return Machine(found.name, "cuda", found.total_memory, capability, *rates_of(found.name, capability))
+    if device.type == "mps":
+        return Machine("Apple GPU", "mps", torch.mps.recommended_max_memory(), (0, 0), 5e12, 200e9)
+    return this_cpu()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process may use on the device in all: what is free, and what it holds already."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) + machine_of(device).context_bytes
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return free_ram_bytes() + psutil.Process().memory_info().rss
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes of tensors on the device now (CPU: the process's resident memory)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if device.type == "mps":
+        return int(torch.mps.current_allocated_memory())
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes of tensors since `forget_peak` (CPU: the most resident memory since the process began)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
+
+
+def used_bytes(device: torch.device) -> int:
+    """The most that the device held for this process, allocator and context together: what a plan's peak is."""
+    if device.type != "cuda":
+        return peak_bytes(device)
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)  # also other processes: exact on a GPU of one's own
+    return torch.cuda.max_memory_reserved(device) + outside
+
+
+def forget_peak(device: torch.device) -> None:
+    """Start counting peaks anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def release(device: torch.device) -> None:
+    """Give back all that nothing refers to: cycles first, then the allocator's cached blocks."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def live_tensors(device_type: str) -> Counter[tuple[tuple[int, ...], str]]:
+    """Bytes of every live storage, by the (shape, type) of a tensor that views it. Walks all objects: once a wave."""
+    found: Counter[tuple[tuple[int, ...], str]] = Counter()
+    seen = set()
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.Tensor) or thing.device.type != device_type:
+            continue
+        storage = thing.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            found[tuple(thing.shape), str(thing.dtype).removeprefix("torch.")] += storage.nbytes()
+    return found
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    return "no driver, no GPU, or CUDA_VISIBLE_DEVICES hides it"

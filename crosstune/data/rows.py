@@ -12,13 +12,12 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, Literal
 
 from crosstune.errors import DataError, Finding, Place
 
 Shape = Literal["text", "prompt", "messages"]  # Alpaca and ShareGPT rows become messages
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOTHING: Mapping[str, Any] = {}  # shared, never written to
 NOWHERE = Place()
 
 
@@ -28,7 +27,7 @@ class Turn:
 
     role: str
     content: str
-    extra: Mapping[str, Any] = NOTHING
+    extra: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     learn: bool = True
 
 
@@ -42,7 +41,7 @@ class Row:
     prompt: str = ""
     completion: str = ""
     turns: tuple[Turn, ...] = ()
-    columns: Mapping[str, Any] = NOTHING  # every other field: label, group, tools …
+    columns: Mapping[str, Any] = field(default_factory=lambda: NOTHING)  # every other field: label, group, tools …
     where: Place = NOWHERE
 
 

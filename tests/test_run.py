@@ -345,8 +345,8 @@ def test_half_files_of_a_killed_writer_are_swept_away(tmp_path: Path) -> None:
 def test_write_file_leaves_the_old_file_when_the_new_one_fails(tmp_path: Path) -> None:
     files.write_file(tmp_path / "x", b"old")
 
-    def fill(file: Any) -> None:
-        file.write(b"ne")
+    def fill(part: Path) -> None:
+        part.write_bytes(b"ne")
         raise OSError(28, "No space left on device")
 
     with pytest.raises(RunError, match="No space left"):

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from crosstune.errors import RunError
 
@@ -39,20 +38,19 @@ def guard(doing: str, path: Path) -> Iterator[None]:
         raise RunError(f"{doing} {str(path)!r} failed: {error.strerror or error}", fix) from error
 
 
-def write_file(path: Path, fill: bytes | Callable[[BinaryIO], None]) -> None:
-    """Write `path` (bytes, or a function that writes them to a file) so that it is old or new, never half."""
+def write_file(path: Path, fill: bytes | Callable[[Path], object]) -> None:
+    """Write `path` so that it is old or new, never half. `fill`: its bytes, or a function that writes a file."""
     with guard("writing", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        os.close(handle)
         part = Path(name)
         try:
-            with os.fdopen(handle, "wb") as file:
-                if isinstance(fill, bytes):
-                    file.write(fill)
-                else:
-                    fill(file)
-                file.flush()
-                os.fsync(file.fileno())
+            if isinstance(fill, bytes):
+                part.write_bytes(fill)
+            else:
+                fill(part)
+            _sync(part)  # opened anew: `fill` may have put another file in the place of the empty one
             part.chmod(0o666 & ~_umask())  # mkstemp makes 0600, which hides a shared run from the group
             part.replace(path)
         except BaseException:  # also Ctrl-C: no half file stays behind
@@ -65,11 +63,7 @@ def write_file(path: Path, fill: bytes | Callable[[BinaryIO], None]) -> None:
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries: without it a rename may be undone by a power cut. Some systems can't, and needn't."""
     with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(folder)
 
 
 def sweep_parts(folder: Path) -> None:
@@ -77,6 +71,14 @@ def sweep_parts(folder: Path) -> None:
     with suppress(OSError):
         for part in folder.glob(".*.part"):
             part.unlink(missing_ok=True)
+
+
+def _sync(place: Path) -> None:
+    handle = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _umask() -> int:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,12 +30,13 @@ VERSION = "1"
 def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
     """Write step-<meta["step"]>.safetensors, then remove all but the last two. `meta` is anything JSON can hold."""
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = {"version": VERSION, "meta": json.dumps(dict(meta)), "sha256": _digest(host, json.dumps(dict(meta)))}
+    text = json.dumps(dict(meta))
+    header = {"version": VERSION, "meta": text, "sha256": _digest(host, VERSION, text)}
     place = folder / f"step-{int(meta['step']):09d}.safetensors"
 
-    def fill(file: BinaryIO) -> None:
+    def fill(part: Path) -> None:
         try:
-            save_file(host, file.name, metadata=header)  # the same file by its name; `write_file` flushes and renames it
+            save_file(host, part, metadata=header)
         except SafetensorError as error:  # "I/O error: No space left on device (os error 28)"
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else 5, str(error)) from error
@@ -64,14 +65,14 @@ def load_checkpoint(
 def _read(place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with guard("reading", place), safe_open(place, framework="pt") as file:
         header = file.metadata() or {}
-        if header["version"] != VERSION:
-            raise RunError(
-                f"{place} has checkpoint version {header['version']}, and this crosstune reads version {VERSION}",
-                "Continue it with the crosstune that began it, or delete the file: its wave then starts over.",
-            )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-    if _digest(tensors, header["meta"]) != header["sha256"]:
+    if _digest(tensors, header["version"], header["meta"]) != header["sha256"]:
         raise ValueError("its checksum is wrong")
+    if header["version"] != VERSION:
+        raise RunError(
+            f"{place} has checkpoint version {header['version']}, and this crosstune reads version {VERSION}",
+            "Continue it with the crosstune that began it, or delete the file: its wave then starts over.",
+        )
     return tensors, json.loads(header["meta"])
 
 
@@ -79,11 +80,11 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.safetensors"), reverse=True)
 
 
-def _digest(tensors: Mapping[str, Tensor], meta: str) -> str:
+def _digest(tensors: Mapping[str, Tensor], version: str, meta: str) -> str:
     """Over names, types, shapes and bytes: safetensors itself doesn't notice a flipped bit."""
-    digest = hashlib.sha256(meta.encode())
+    digest = hashlib.sha256(f"{version} {meta}".encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -141,9 +141,7 @@ def expand(recipe: Recipe) -> list[Trial]:
         return [Trial(0, {}, recipe)]
     sweep, axes = read_sweep(recipe)
     if sweep.kind == "tpe":
-        raise RecipeError(
-            "TPE's trials can't be listed beforehand", "Set sweep.kind to grid or random for a fixed list."
-        )
+        raise RecipeError("TPE's trials can't be listed beforehand", "Set sweep.kind: grid or random for a list.")
     choices = _grid(axes) if sweep.kind == "grid" else _draws(axes, sweep.trials or 20, sweep.seed)
     return [make_trial(recipe, index, choice) for index, choice in enumerate(choices[: sweep.trials])]
 
@@ -226,9 +224,7 @@ def _faults(recipe: Recipe, axis: Axis) -> list[str]:
 def _unknown(key: str) -> str:
     section = key.split(".")[0]
     if "." in key and section in Recipe.model_fields and section not in SWEPT_SECTIONS:
-        return (
-            f"sweep.{key}: can't be swept; all trials share the base, the rows and the folds (swept: lora.*, train.*)"
-        )
+        return f"sweep.{key}: can't be swept; all trials share base, rows and folds (swept: lora.*, train.*)"
     names = [name for name, *_ in options() if name.split(".")[0] in SWEPT_SECTIONS]
     last = ALIASES.get(key.split(".")[-1], key.split(".")[-1])
     near = [name for name in names if name.split(".")[-1] == last]

@@ -1,0 +1,85 @@
+"""What is claimed of trials, and how often it is claimed falsely."""
+
+import math
+
+import numpy as np
+import pytest
+
+from crosstune.compare import Entry, rank_trials
+from crosstune.errors import DataError
+
+
+def entry(name, scores, **more):
+    return Entry(name, dict(enumerate(scores)), **more)
+
+
+def test_a_clear_winner_is_claimed_and_said():
+    base = np.array([1.0, 1.2, 0.9, 1.1, 1.05])
+    wobble = np.array([0.001, -0.002, 0.0, 0.002, -0.001])
+    ranking = rank_trials([entry("rank 8", base + 0.3 + wobble), entry("rank 16", base)], test_share=0.2)
+    assert [place.name for place in ranking.places] == ["rank 16", "rank 8"]
+    assert ranking.places[1].verdict == "worse" and ranking.places[1].last > 0.95
+    assert ranking.sentence.startswith("rank 16 (loss 1.05") and "better than rank 8" in ranking.sentence
+
+
+def test_equal_trials_are_called_equivalent_and_noisy_ones_unclear():
+    base = np.array([1.0, 1.2, 0.9, 1.1, 1.05])
+    tiny = rank_trials([entry("a", base), entry("b", base + np.array([1, -1, 0, 2, 1]) * 1e-4)], test_share=0.2)
+    assert tiny.places[1].verdict == "equivalent" and "as good as b" in tiny.sentence
+    noisy = rank_trials([entry("a", base), entry("b", base + np.array([4, -4, 2, -1, 2]) * 0.05)], test_share=0.2)
+    assert noisy.places[1].verdict == "unclear" and noisy.sentence.startswith("No setting is shown to be better")
+
+
+def test_higher_is_better_turns_the_ranking_round():
+    scores = [entry("a", [0.5, 0.52, 0.51]), entry("b", [0.8, 0.81, 0.82])]
+    assert rank_trials(scores, metric="accuracy", test_share=1 / 3, higher_is_better=True).places[0].name == "b"
+    assert rank_trials(scores, metric="loss", test_share=1 / 3).places[0].name == "a"
+
+
+def test_a_trial_given_up_early_is_compared_on_its_folds_and_never_first():
+    # Fold 0 is easy: on it alone b looks best by its mean, but a is better there too.
+    ranking = rank_trials([entry("a", [0.1, 1.0, 1.1]), entry("b", [0.2])], test_share=1 / 3)
+    assert [place.name for place in ranking.places] == ["a", "b"]
+    assert "fewer folds" in ranking.warnings[0]
+    assert ranking.to_rows()[1]["behind_best"] == pytest.approx(0.1)
+
+
+def test_failed_trials_and_other_rows_are_listed_and_not_compared():
+    ranking = rank_trials(
+        [entry("a", [1, 2, 3], folds_key="x"), entry("b", [2, 3, 4.1], folds_key="x"), entry("c", [0, 0, 0], folds_key="y"),
+         entry("d", [math.nan, math.nan])], test_share=1 / 3,
+    )  # fmt: skip
+    assert [(p.name, p.verdict) for p in ranking.places][2:] == [("c", "other rows"), ("d", "failed")]
+    assert any("other held-out rows" in warning for warning in ranking.warnings)
+    with pytest.raises(DataError):
+        rank_trials([entry("d", [math.nan])], test_share=0.2)
+
+
+def test_one_trial_and_one_fold_claim_nothing():
+    assert "never seen" in rank_trials([entry("a", [1, 2, 3])], test_share=1 / 3).sentence
+    assert "luck" in rank_trials([entry("a", [1.0]), entry("b", [2.0])], test_share=1 / 3).sentence
+
+
+def noise_trial(rows, targets, folds, seed):
+    """A learner whose result depends on its seed (random features), taught pure noise: all seeds are equally good."""
+    features = np.tanh(rows @ np.random.default_rng(seed).normal(size=(rows.shape[1], 12)))
+    scores = []
+    for held_out in folds:
+        train = np.delete(np.arange(len(rows)), held_out)
+        inner = features[train].T @ features[train] + np.eye(12)
+        weights = np.linalg.solve(inner, features[train].T @ targets[train])
+        scores.append(float(np.mean((targets[held_out] - features[held_out] @ weights) ** 2)))
+    return scores
+
+
+@pytest.mark.parametrize("trials", [2, 8])
+def test_false_alarms_on_noise_are_at_most_5_percent_of_200_sweeps(trials):
+    alarms = 0
+    for sweep in range(200):
+        rng = np.random.default_rng(sweep)
+        rows, targets = rng.normal(size=(100, 6)), rng.normal(size=100)
+        folds = np.array_split(rng.permutation(100), 5)
+        entries = [entry(f"seed {s}", noise_trial(rows, targets, folds, 1000 * sweep + s)) for s in range(trials)]
+        ranking = rank_trials(entries, test_share=0.2, equivalent=0.0)
+        alarms += any(place.verdict == "worse" for place in ranking.places)
+    assert alarms <= 10

@@ -11,12 +11,15 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from crosstune import __version__
 from crosstune.errors import EXIT_LANE_FAILED, EXIT_REFUSED, CrosstuneError
+
+if TYPE_CHECKING:
+    from crosstune.recipe import Recipe
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
@@ -72,9 +75,7 @@ def run(recipe: str, changes: tuple[str, ...], out: str | None, as_json: bool) -
 
     The same command goes on with an unfinished run, and says so if the run is finished.
     """
-    from crosstune.recipe import Recipe
-
-    return _cross_validate(lambda: Recipe.load(recipe, [*changes, *([f"output={out}"] if out else [])]), as_json)
+    return _cross_validate(lambda: _load_recipe(recipe, changes, out), as_json)
 
 
 @crosstune.command()
@@ -111,7 +112,14 @@ def init(data: str, model: str, out: str) -> None:
         click.echo(f"{out} written; next: crosstune run {out}", err=True)
 
 
-def _cross_validate(read_recipe: Callable[[], Any], as_json: bool) -> int:
+def _load_recipe(path: str, changes: Sequence[str], out: str | None) -> Recipe:
+    from crosstune.recipe import Recipe
+
+    recipe = Recipe.load(path, changes)
+    return recipe.model_copy(update={"output": out}) if out else recipe
+
+
+def _cross_validate(read_recipe: Callable[[], Recipe], as_json: bool) -> int:
     from crosstune.progress import choose_progress
 
     with _only_results_on_stdout():

@@ -1,0 +1,133 @@
+"""The command: what goes where, exit codes, and that mistakes are shown rather than thrown."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from crosstune import __version__, cli
+from crosstune.recipe import options
+
+
+def run(*arguments, **more):
+    return subprocess.run([sys.executable, "-m", "crosstune", *arguments], capture_output=True, text=True, **more)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """`cross_validate` replaced by one that returns `report`, or raises it."""
+
+    def put(report):
+        class Result:
+            def to_json(self):
+                return report
+
+        def cross_validate(recipe, *, progress):
+            print("a library prints this")
+            if isinstance(report, BaseException):
+                raise report
+            return Result()
+
+        module = type(sys)("crosstune.crossval")
+        module.cross_validate = cross_validate
+        monkeypatch.setitem(sys.modules, "crosstune.crossval", module)
+
+    return put
+
+
+def report(**more):
+    fold = {
+        "fold": 0,
+        "loss": 1.5,
+        "perplexity": 4.48,
+        "token_accuracy": 0.5,
+        "base_loss": 2.5,
+        "rows": 8,
+        "tokens": 80,
+    }
+    trial = {"trial": 0, "settings": {}, "folds": [fold], "mean": 1.5, "interval95": None}
+    return {"run": "runs/x", "trials": [trial], "failed": [], "seconds": 3.0, "peak_bytes": 2**30, **more}
+
+
+def test_help_is_instant_and_lists_the_verbs():
+    began = time.perf_counter()
+    done = run("--help")
+    assert done.returncode == 0
+    assert time.perf_counter() - began < 2.0  # 0.1 s where nothing else runs; a loaded machine may take its time
+    for verb in ("run", "demo", "init"):
+        assert f"\n  {verb}" in done.stdout
+
+
+def test_version():
+    assert run("--version").stdout.strip() == f"crosstune, version {__version__}"
+
+
+def test_help_of_run_lists_every_option(capsys):
+    assert cli.main(["run", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert not [option.name for option in options() if f"  {option.name} " not in shown]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "nowhere.yaml"], "'nowhere.yaml' can't be read: No such file or directory"),
+        (["run"], "Missing argument 'RECIPE'"),
+        (["runn"], "No such command 'runn'"),
+        (["run", "recipe.yaml", "lora.ranl=4"], "did you mean rank?"),
+        (["run", "recipe.yaml", "lora"], "is not of the form"),
+        (["run", "recipe.yaml", "data.path=gone.jsonl"], "gone.jsonl"),
+        (["demo", "--rows", "many"], "'many' is not a valid integer"),
+        (["demo", "--rows", "3"], "--rows 3"),
+        (["init", "gone.jsonl", "--model", "m"], "gone.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(arguments, said, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: nowhere\ndata: rows.jsonl\n")
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"], "nothing is written"
+
+
+def test_json_is_the_last_line_and_alone_on_stdout(answers, capsys, cases):
+    answers(report())
+    assert cli.main(["run", str(cases / "F01-sci.yaml"), "data.path=x", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == report()
+    assert "a library prints this" in err
+
+
+def test_scores_are_a_table_for_people(answers, capsys, cases):
+    answers(report())
+    assert cli.main(["run", str(cases / "F01-sci.yaml"), "data.path=x"]) == 0
+    out = capsys.readouterr().out
+    for word in ("base loss", "2.5000", "1.5000", "mean", "95%", "runs/x"):
+        assert word in out
+
+
+def test_a_failed_lane_is_exit_code_3(answers, capsys, cases):
+    answers(report(failed=[{"trial": 0, "fold": 1, "reason": "non-finite-loss", "step": 2}]))
+    assert cli.main(["run", str(cases / "F01-sci.yaml"), "data.path=x"]) == 3
+    assert "non-finite-loss" in capsys.readouterr().out
+
+
+def test_interrupt_is_exit_code_130(answers, capsys, cases):
+    answers(KeyboardInterrupt())
+    assert cli.main(["run", str(cases / "F01-sci.yaml"), "data.path=x"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_out_replaces_the_recipes_output(monkeypatch, answers, cases):
+    answers(report())
+    seen = []
+    from crosstune.recipe import Recipe
+
+    load = Recipe.load
+    monkeypatch.setattr(Recipe, "load", lambda *given: seen.append(load(*given)) or seen[-1])
+    cli.main(["run", str(cases / "F01-sci.yaml"), "data.path=x", "--out", "else/where: 1", "--json"])
+    assert seen[0].output == "else/where: 1"

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crosstune.errors import ModelError
 from crosstune.model.base import Base
-from crosstune.model.lora import Dropout, LaneLinear, Pass
+from crosstune.model.lora import Adapters, Dropout, LaneLinear, Pass
 from crosstune.recipe import Lora
 
 PEFT_PREFIX = "base_model.model."
@@ -139,12 +139,9 @@ class Slots:
         modules = dict(self.base.model.named_modules())
         for site in self.sites:
             parent_name, _, leaf = site.name.rpartition(".")
-            layer = LaneLinear(
-                modules[site.name], site.name, self.now, in_features=site.in_features, out_features=site.out_features
-            )
             a, b = (nn.Parameter(view) for view in self.views(self.master_KP, site))
-            a.grad, b.grad = self.views(self.grad_KP, site)
-            layer.bind(a, b, self.views(self.copy_KP, site))
+            adapters = Adapters(a, b, self.views(self.copy_KP, site), self.views(self.grad_KP, site))
+            layer = LaneLinear(modules[site.name], site.name, self.now, adapters)
             setattr(modules[parent_name], leaf, layer)
             self._replaced.append((modules[parent_name], leaf, modules[site.name]))
         for layer in self.base.decoder_layers[:checkpointed_layers]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,9 +78,8 @@ class Base:
         """SHA-256 over every tensor of the base, adapters left out: proof that training left it alone."""
         sha = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
-            if not name.endswith((".a_KRI", ".b_KOR")):
-                sha.update(name.replace(".base.", ".").encode())
-                sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            sha.update(name.replace(".base.", ".").encode())
+            sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return sha.hexdigest()
 
     def freeze(self) -> None:
@@ -111,7 +112,7 @@ def load_base(model: Model, tokenizer: Any, *, device: torch.device, precision: 
     if model.quantization != "none":
         options["quantization_config"] = _quantization(model, DTYPES[precision])
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_bars():
             warnings.simplefilter("ignore")
             loaded = AutoModelForCausalLM.from_pretrained(**place, **options, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -160,6 +161,20 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """transformers' own progress bars off: there is one progress display, ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _quantization(model: Model, dtype: torch.dtype) -> Any:
     try:
         import bitsandbytes  # noqa: F401
@@ -183,3 +198,17 @@ def _refuse_spread(base: Base) -> None:
         raise ModelError(
             f"the base lies on {', '.join(sorted(devices))}", "Load it on one device: lanes need the whole base in one place."
         )
+
+
+def load_config(model: Model) -> dict[str, Any]:
+    """The model's config as a dict, without its weights. Raises ModelError where there is none."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(**hub_arguments(model), trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the base model {model.name!r} has no config that can be read: {first_line(error)}",
+            "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name.",
+        ) from None
+    return dict(config.to_dict())

@@ -71,40 +71,53 @@ def hashed_columns(name: str, size: int, device: torch.device) -> Tensor:
     return (column - 2**31).to(torch.int32).to(device)
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """A layer's adapters of all lanes, as views into the wave's flat tensors (attach.py)."""
+
+    a_KRI: nn.Parameter  # fp32 masters
+    b_KOR: nn.Parameter
+    copies: tuple[Tensor, Tensor]  # the same in the compute type
+    grads: tuple[Tensor, Tensor]  # fp32
+
+
 class LaneProduct(torch.autograd.Function):
-    """y + s · B A drop(x) for every lane. Gradients of A and B come in their own (fp32) type."""
+    """y + s · B A drop(x) for every lane.
+
+    The gradients of A and B are added straight to their fp32 views: no copy in fp32, and accumulation over passes
+    needs no further kernel. A is an input only so that autograd knows that the output has a gradient.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         y_KSO: Tensor,
         x_KSI: Tensor,
-        a_KRI: Tensor,
-        b_KOR: Tensor,
-        copies: tuple[Tensor, Tensor],
+        _a_KRI: Tensor,
+        adapters: Adapters,
         scale_K: Tensor,
         dropout: tuple[Dropout, Tensor] | None,
     ) -> Tensor:
-        a, b = copies
+        a, b = adapters.copies
         x = x_KSI if dropout is None else dropout[0].apply(x_KSI, dropout[1])
         low_KSR = torch.bmm(x, a.transpose(1, 2)).mul_(scale_K[:, None, None])
         ctx.save_for_backward(x_KSI, low_KSR, a, b, scale_K)
-        ctx.dropout = dropout
+        ctx.dropout, ctx.grads = dropout, adapters.grads
         return torch.baddbmm(y_KSO, low_KSR, b.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, g_KSO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_KSI, low_KSR, a_KRI, b_KOR, scale_K = ctx.saved_tensors
-        grad_b_KOR = torch.bmm(g_KSO.transpose(1, 2), low_KSR)
+        ctx.grads[1].add_(torch.bmm(g_KSO.transpose(1, 2), low_KSR))
         grad_low_KSR = torch.bmm(g_KSO, b_KOR).mul_(scale_K[:, None, None])
         x = x_KSI if ctx.dropout is None else ctx.dropout[0].apply(x_KSI, ctx.dropout[1])
-        grad_a_KRI = torch.bmm(grad_low_KSR.transpose(1, 2), x)
+        ctx.grads[0].add_(torch.bmm(grad_low_KSR.transpose(1, 2), x))
         grad_x_KSI = None
         if ctx.needs_input_grad[1]:
             grad_x_KSI = torch.bmm(grad_low_KSR, a_KRI)
             if ctx.dropout is not None:
                 grad_x_KSI = ctx.dropout[0].apply(grad_x_KSI, ctx.dropout[1])
-        return g_KSO, grad_x_KSI, grad_a_KRI.float(), grad_b_KOR.float(), None, None, None
+        return g_KSO, grad_x_KSI, None, None, None, None
 
 
 class Pass:
@@ -117,33 +130,30 @@ class Pass:
 
 
 class LaneLinear(nn.Module):
-    """A frozen linear layer and its K adapters. `a_KRI` and `b_KOR` are fp32 views into the wave's flat tensor."""
+    """A frozen linear layer and its K adapters."""
 
-    def __init__(self, base: nn.Module, name: str, now: Pass, *, in_features: int, out_features: int) -> None:
+    def __init__(self, base: nn.Module, name: str, now: Pass, adapters: Adapters) -> None:
         super().__init__()
         self.base = base
-        self.name, self.now = name, now
-        self.in_features, self.out_features = in_features, out_features
+        self.name, self.now, self.adapters = name, now, adapters
+        self.num_lanes, _, self.in_features = adapters.a_KRI.shape
+        self.out_features = adapters.b_KOR.shape[1]
         self.columns_I: Tensor | None = None
-
-    def bind(self, a_KRI: nn.Parameter, b_KOR: nn.Parameter, copies: tuple[Tensor, Tensor]) -> None:
-        """Take the views that hold the adapters: masters with their gradients, and copies in the compute type."""
-        self.a_KRI, self.b_KOR, self.copies = a_KRI, b_KOR, copies
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x)
         if self.now.bypass:
             return y
-        num_lanes = self.a_KRI.shape[0]
         # All lanes' tokens in equal blocks is what makes one batched product right. A layer that is called with
         # some of the tokens only (experts of a mixture) would mix lanes: attach.py refuses those by name, this by count.
-        assert x.shape[0] % num_lanes == 0, f"{self.name} was given rows that don't divide among {num_lanes} lanes"
+        assert x.shape[0] % self.num_lanes == 0, f"{self.name} was given rows that don't divide among the lanes"
         dropout = None
         if self.now.dropout is not None and torch.is_grad_enabled():
             if self.columns_I is None:
                 self.columns_I = hashed_columns(self.name, self.in_features, x.device)
             dropout = (self.now.dropout, self.columns_I)
-        x_KSI = x.reshape(num_lanes, -1, self.in_features).to(self.copies[0].dtype)
-        y_KSO = y.reshape(num_lanes, -1, self.out_features)
-        out = LaneProduct.apply(y_KSO, x_KSI, self.a_KRI, self.b_KOR, self.copies, self.now.scale_K, dropout)
-        return out.reshape(y.shape)
+        dtype = self.adapters.copies[0].dtype
+        x_KSI = x.reshape(self.num_lanes, -1, self.in_features).to(dtype)
+        y_KSO = y.reshape(self.num_lanes, -1, self.out_features).to(dtype)
+        out = LaneProduct.apply(y_KSO, x_KSI, self.adapters.a_KRI, self.adapters, self.now.scale_K, dropout)
+        return out.reshape(y.shape).to(y.dtype)

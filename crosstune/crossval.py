@@ -1,0 +1,263 @@
+"""The story of a cross-validation: read this first. Each line is one concern with a home of its own.
+
+The one door to torch: imported inside functions, after everything that can be refused without it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from crosstune.asked import Asked, gather
+from crosstune.data.load import Rows, load_rows
+from crosstune.data.tokenizer import load_tokenizer
+from crosstune.data.tokens import Tokens, tokenize
+from crosstune.errors import refuse
+from crosstune.memory.plan import Plan, plan_memory
+from crosstune.memory.shape import ModelShape
+from crosstune.progress import Progress, choose_progress
+from crosstune.recipe import Recipe
+from crosstune.result import Result, make_report, write_out_of_fold
+from crosstune.splits import Fold, fold_table, split_rows
+from crosstune.store.run import Run
+from crosstune.sweep import Trial, expand
+
+if TYPE_CHECKING:
+    from crosstune.model.base import Base
+    from crosstune.model.device import Chosen
+    from crosstune.train.lane import LaneJob
+
+
+def cross_validate(
+    recipe: Recipe | str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    data: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    lora: Any = None,
+    folds: Any = None,
+    progress: Progress | None = None,
+    **sections: Any,
+) -> Result:
+    """Train every fold of every trial on one shared base, and score each on rows it never saw.
+
+    recipe      a Recipe, a YAML file or a mapping; keywords change or replace it
+    data        a path, hub id, pandas DataFrame, Hugging Face Dataset, or a mapping (the data section)
+    model       a name, a mapping (the model section), or a transformers model in memory, with `tokenizer`
+    lora        a mapping (the lora section) or a `peft.LoraConfig`
+    folds       a mapping (the folds section) or a scikit-learn splitter
+    sections    train={…}, evaluate={…}, device={…}, output="runs/x", …
+
+    Raises CrosstuneError (problem and fix) before anything is written if anything is wrong. A lane that fails is in
+    `Result.failed`; the others finish. The same call on a finished run returns its result, on an unfinished one goes on.
+    """
+    asked = gather(recipe, data=data, model=model, tokenizer=tokenizer, lora=lora, folds=folds, sections=sections)
+    with _random_state_kept():
+        return _cross_validate(asked, progress or choose_progress())
+
+
+def _cross_validate(asked: Asked, progress: Progress) -> Result:
+    recipe, began = asked.recipe, time.monotonic()
+    rows = _read(asked, progress)
+    folds = split_rows(rows, recipe.folds, splitter=asked.splitter)
+    trials = expand(recipe)
+    if (Path(recipe.output) / "journal.jsonl").exists():
+        with _open_run(recipe, rows) as run:  # refuses another recipe or other rows before anything is loaded
+            if run.is_finished:
+                progress.say(f"{recipe.output} holds this run, finished; nothing to do")
+                return Result(run.folder, make_report(run))
+
+    tokenizer, config = _tokenizer_and_config(asked)
+    shape = ModelShape.from_config(config)
+    tokens = tokenize(rows, tokenizer, recipe.data, cache=_cache(), progress=progress, limit=_limit(config, tokenizer))
+    refuse([finding for finding in tokens.findings if finding.code not in recipe.lint.allow])
+    chosen = _choose_device(asked)
+    progress.say(f"device {chosen.device}, {chosen.precision}: {chosen.reason}")
+    plan = _plan(recipe, shape, tokens, trials, folds, chosen)
+    progress.say(f"plan: {plan}")
+
+    base = _base(asked, tokenizer, chosen, progress)
+    try:
+        jobs = _jobs(base, trials, folds)
+        with _open_run(recipe, rows) as run:
+            _train(run, recipe, trials, base, tokens, folds, jobs, plan, progress)
+            run.record("closed", durable=True, seconds=time.monotonic() - began)
+            report = make_report(run)
+            run.write_scores(report)
+            return Result(run.folder, report)
+    finally:
+        base.release()
+
+
+def _train(
+    run: Run,
+    recipe: Recipe,
+    trials: Sequence[Trial],
+    base: Base,
+    tokens: Tokens,
+    folds: Sequence[Fold],
+    jobs: Sequence[LaneJob],
+    plan: Plan,
+    progress: Progress,
+) -> None:
+    """Everything between an opened run and its last lane."""
+    from crosstune.record import Recorder
+    from crosstune.workers.local import cut_waves, run_waves
+
+    held_out = np.array(sorted({row for fold in folds for row in fold.held_out}), dtype=np.int64)
+    run.write_folds(fold_table_columns(tokens, folds))
+    run.record("trials", trials=[{"trial": trial.index, "settings": dict(trial.settings)} for trial in trials])
+    run.record("plan", **plan.settings, peak_bytes=plan.peak_bytes, waves=plan.waves, allowed=list(recipe.lint.allow))
+    base_scores = _score_base(run, base, tokens, held_out, progress)
+    recorder = Recorder(run, recipe, {trial.index: trial for trial in trials}, tokens, base, base_scores)
+    over = {**run.finished_lanes(), **run.failed_lanes()}
+    left = [job for job in jobs if (job.trial, job.fold) not in over]
+    run_waves(base, cut_waves(left, plan.lanes), tokens, plan, report=recorder, progress=progress)
+    write_out_of_fold(run)
+    run.record("run_finished", failed=len(run.failed_lanes()))
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Reserved for what later stages share."""
+
+
+def _read(asked: Asked, progress: Progress) -> Rows:
+    recipe = asked.recipe
+    rows = load_rows(asked.source, recipe.data)
+    progress.say(f"{rows.name}: {len(rows)} rows, shape {rows.shape}")
+    if recipe.data.skip_bad_rows:
+        return rows
+    refuse([finding for finding in rows.findings if finding.code not in recipe.lint.allow])
+    return rows
+
+
+def _open_run(recipe: Recipe, rows: Rows) -> Run:
+    numbers = [row.number for row in rows.rows]
+    return Run.open(recipe.output, recipe=recipe, data_hashes=rows.hashes, rows=numbers)
+
+
+def _tokenizer_and_config(asked: Asked) -> tuple[Any, dict[str, Any]]:
+    if asked.model is not None:
+        return asked.tokenizer, asked.model.config.to_dict()
+    from crosstune.model.base import load_config
+
+    return asked.tokenizer or load_tokenizer(asked.recipe.model), load_config(asked.recipe.model)
+
+
+def _limit(config: Mapping[str, Any], tokenizer: Any) -> int:
+    """The longest row that the model takes: its positions, or what the tokenizer says if that is less."""
+    text = config.get("text_config") or config
+    return min(int(text.get("max_position_embeddings") or 2**31), int(tokenizer.model_max_length), 2**31)
+
+
+def _cache() -> Path | None:
+    """Folder for encoded rows, shared by runs; CROSSTUNE_CACHE moves it, an empty value turns it off."""
+    place = os.environ.get("CROSSTUNE_CACHE", "~/.cache/crosstune")
+    return Path(place).expanduser() / "tokens" if place else None
+
+
+def _choose_device(asked: Asked) -> Chosen:
+    from crosstune.model.device import Chosen, choose_device
+
+    if asked.model is None:
+        return choose_device(asked.recipe.device)
+    from crosstune.model.base import DTYPES, adopt
+
+    base = adopt(asked.model, asked.tokenizer)
+    base.release()
+    precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
+    return Chosen(base.device, precision, "as the model that was passed in")
+
+
+def _plan(
+    recipe: Recipe, shape: ModelShape, tokens: Tokens, trials: Sequence[Trial], folds: Sequence[Fold], chosen: Chosen
+) -> Plan:
+    from crosstune.model.device import free_bytes
+
+    lengths = np.array([tokens.max_tokens]) if recipe.data.packing else tokens.lengths
+    return plan_memory(
+        recipe=recipe,
+        shape=shape,
+        lengths=lengths,
+        num_lanes=len(trials) * len(folds),
+        ranks=[trial.recipe.lora.rank for trial in trials],
+        free_bytes=free_bytes(chosen.device),
+        device_kind=chosen.device.type,
+        precision=chosen.precision,
+    )
+
+
+def _base(asked: Asked, tokenizer: Any, chosen: Chosen, progress: Progress) -> Base:
+    from crosstune.model.base import adopt, load_base
+
+    if asked.model is not None:
+        return adopt(asked.model, tokenizer)
+    progress.start("load")
+    try:
+        return load_base(asked.recipe.model, tokenizer, device=chosen.device, precision=chosen.precision)
+    finally:
+        progress.stop()
+
+
+def _jobs(base: Base, trials: Sequence[Trial], folds: Sequence[Fold]) -> list[LaneJob]:
+    """Every lane: the folds of the first trial, then those of the next. Refuses targets that match no layer."""
+    from crosstune.model.attach import resolve_targets
+    from crosstune.train.lane import LaneJob
+
+    jobs = []
+    for trial in trials:
+        recipe = trial.recipe
+        targets = resolve_targets(base, recipe.lora.targets)
+        jobs += [
+            LaneJob(
+                trial.index, fold.index, recipe.lora, recipe.train, recipe.evaluate, fold.train, fold.held_out, targets,
+                packing=recipe.data.packing,
+            )
+            for fold in folds
+        ]  # fmt: skip
+    return jobs
+
+
+def _score_base(run: Run, base: Base, tokens: Tokens, held_out: Any, progress: Progress) -> Any:
+    from crosstune.record import read_base_scores, write_base_scores
+    from crosstune.train.evaluate import score_base
+
+    stored = read_base_scores(run, tokens, held_out)
+    if stored is not None:
+        return stored
+    progress.start("evaluate the untuned base", len(held_out))
+    scores = score_base(base, tokens, held_out, tick=progress.advance)
+    progress.stop()
+    write_base_scores(run, tokens, scores)
+    return scores
+
+
+def fold_table_columns(tokens: Tokens, folds: Sequence[Fold]) -> dict[str, list[int]]:
+    """folds.parquet: the fold that holds each row out (rows from 1, folds from 0)."""
+    table = [(int(tokens.numbers[row]), fold.index) for fold in folds for row in fold.held_out]
+    table.sort()
+    return {"row": [row for row, _ in table], "fold": [fold for _, fold in table]}
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """The caller's global random states are the same afterwards: libraries draw from them while loading."""
+    import random
+
+    import torch
+
+    before = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.random.set_rng_state(before[2])

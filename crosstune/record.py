@@ -1,0 +1,127 @@
+"""Events of a wave → the run folder: adapters as PEFT folders, scores row by row, lines in the journal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from crosstune.data.tokens import Tokens
+from crosstune.export.adapter import save_adapter
+from crosstune.model.base import Base
+from crosstune.recipe import Recipe
+from crosstune.store.run import Run
+from crosstune.sweep import Trial
+from crosstune.train.lane import LaneJob, RowScores
+from crosstune.train.wave import Event, LaneEvaluated, LaneFinished, LaneRetired, StepKept, WaveFinished
+
+
+@dataclass
+class Recorder:
+    """Writes what `run_wave` reports into a run. `base_scores` are the untuned base's, of all held-out rows."""
+
+    run: Run
+    recipe: Recipe
+    trials: Mapping[int, Trial]
+    tokens: Tokens
+    base: Base
+    base_scores: RowScores
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        if isinstance(event, LaneEvaluated):
+            self.run.record("lane_evaluated", **_lane(event.job), step=event.step, epoch=event.epoch, **_sums(event.scores))
+        elif isinstance(event, StepKept):
+            self._save(event.job, event.adapter, f"step-{event.step:06d}", {"step": event.step})
+        elif isinstance(event, LaneFinished):
+            self._finish(event)
+        elif isinstance(event, LaneRetired):
+            self.run.record("lane_failed", **_lane(event.job), reason=event.reason, step=event.step)
+        elif isinstance(event, WaveFinished):
+            facts = {name: value for name, value in vars(event).items() if name != "jobs"}
+            self.run.record("wave_finished", lanes=[[job.trial, job.fold] for job in event.jobs], **facts)
+
+    def _finish(self, event: LaneFinished) -> None:
+        job, scores = event.job, event.scores
+        base = _only(self.base_scores, scores.rows)
+        record = {
+            **_sums(scores), "base_loss": base.loss, "base_token_accuracy": base.token_accuracy,
+            "steps": event.steps, "kept_step": event.kept_step, "status": event.status.value, "reason": event.reason,
+            "optimistic": job.is_optimistic, "train_rows": len(job.train_rows), "seconds": event.seconds,
+        }  # fmt: skip
+        self._save(job, event.adapter, "adapter", record)
+        columns = {
+            "row": self.tokens.numbers[scores.rows],
+            "tokens": scores.targets,
+            "nll": scores.nll,
+            "hits": scores.hits,
+            "base_nll": base.nll,
+            "base_hits": base.hits,
+        }
+        self.run.write_lane_rows(job.trial, job.fold, columns)
+        self.run.record("lane_finished", **_lane(job), **record, losses=[_short(loss) for loss in event.losses])
+
+    def _save(self, job: LaneJob, adapter: Mapping[str, Tensor], name: str, record: Mapping[str, Any]) -> None:
+        card = {
+            "trial": job.trial, "fold": "all rows" if job.fold is None else job.fold,
+            "settings": dict(self.trials[job.trial].settings), "lora": job.lora.model_dump(mode="json"),
+            "train": job.train.model_dump(mode="json"), "result": {key: _short(value) for key, value in record.items()},
+        }  # fmt: skip
+        save_adapter(
+            self.folder(job) / name,
+            adapter,
+            job.lora,
+            target_names=job.targets,
+            base_name=self.recipe.model.name,
+            tokenizer=self.base.tokenizer,
+            stop_ids=self.tokens.stop_ids,
+            card=card,
+        )
+
+    def folder(self, job: LaneJob) -> Path:
+        """The lane's folder in the run."""
+        return self.run.lane_folder(job.trial, job.fold)
+
+
+def write_base_scores(run: Run, tokens: Tokens, scores: RowScores) -> None:
+    """Keep the untuned base's scores, so that a continued run needn't make them again."""
+    run.write_table(
+        "base.parquet",
+        {"row": tokens.numbers[scores.rows], "nll": scores.nll, "tokens": scores.targets, "hits": scores.hits},
+    )
+
+
+def read_base_scores(run: Run, tokens: Tokens, rows: NDArray[np.int64]) -> RowScores | None:
+    """What `write_base_scores` kept, if it holds exactly these rows."""
+    table = run.read_table("base.parquet")
+    if table is None or not np.array_equal(table["row"], tokens.numbers[rows]):
+        return None
+    return RowScores(rows, table["nll"], table["tokens"], table["hits"])
+
+
+def _only(scores: RowScores, rows: NDArray[np.int64]) -> RowScores:
+    place = np.searchsorted(scores.rows, rows)
+    return RowScores(rows, scores.nll[place], scores.targets[place], scores.hits[place])
+
+
+def _lane(job: LaneJob) -> dict[str, Any]:
+    return {"trial": job.trial, "fold": job.fold}
+
+
+def _sums(scores: RowScores) -> dict[str, Any]:
+    loss = scores.loss
+    return {
+        "loss": loss, "perplexity": math.exp(min(loss, 700.0)), "token_accuracy": scores.token_accuracy,
+        "nll": float(scores.nll.sum()), "rows": len(scores.rows), "tokens": int(scores.targets.sum()),
+    }  # fmt: skip
+
+
+def _short(value: Any) -> Any:
+    """Floats to six digits: enough to read, and the journal stays small."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value

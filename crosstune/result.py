@@ -1,0 +1,165 @@
+"""Result: what a cross-validation found, read from its run folder. The same object is printed as `--json`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from crosstune.errors import MissingExtra
+from crosstune.stats import Interval, fold_interval
+from crosstune.store.run import Run
+
+if TYPE_CHECKING:
+    import pandas
+
+FOLD_FIELDS = ("fold", "loss", "perplexity", "token_accuracy", "base_loss", "rows", "tokens")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Scores of every trial and fold, out-of-fold losses, and where the adapters are."""
+
+    run: Path
+    report: Mapping[str, Any]  # the object of `--json`
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Result:
+        """The result of a finished run."""
+        run = Run.read(folder)
+        return cls(run.folder, make_report(run))
+
+    @property
+    def trials(self) -> Sequence[Mapping[str, Any]]:
+        """One mapping a trial: settings, folds, mean, std, interval95, pooled_loss."""
+        return list(self.report["trials"])
+
+    @property
+    def failed(self) -> Sequence[Mapping[str, Any]]:
+        """Lanes that failed: trial, fold, reason, step."""
+        return list(self.report["failed"])
+
+    @property
+    def best(self) -> Mapping[str, Any]:
+        """The trial with the lowest mean held-out loss."""
+        return min(self.trials, key=lambda trial: math.inf if trial["mean"] is None else trial["mean"])
+
+    @property
+    def mean(self) -> float:
+        """Mean held-out loss over the folds of the best trial."""
+        return float(self.best["mean"])
+
+    @property
+    def interval95(self) -> tuple[float, float]:
+        """95% interval of `mean` (Nadeau–Bengio corrected)."""
+        low, high = self.best["interval95"]
+        return low, high
+
+    @cached_property
+    def scores(self) -> pandas.DataFrame:
+        """A row a trial and fold: loss, perplexity, token accuracy, the untuned base's loss, rows, tokens."""
+        rows = [{"trial": trial["trial"], **trial["settings"], **fold} for trial in self.trials for fold in trial["folds"]]
+        return _pandas().DataFrame(rows)
+
+    @cached_property
+    def out_of_fold(self) -> pandas.DataFrame:
+        """A row a held-out row: row, fold, trial, tokens, loss, token_accuracy, base_loss."""
+        return _pandas().read_parquet(self.run / "out_of_fold.parquet")
+
+    @cached_property
+    def adapters(self) -> dict[tuple[int, int], Path]:
+        """(trial, fold) → folder of the adapter."""
+        place = Run.read(self.run)
+        return {
+            (trial["trial"], fold["fold"]): place.lane_folder(trial["trial"], fold["fold"]) / "adapter"
+            for trial in self.trials
+            for fold in trial["folds"]
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only: what `--json` prints."""
+        return dict(self.report)
+
+    def _repr_html_(self) -> str:
+        return str(self.scores.to_html(index=False))
+
+    def __repr__(self) -> str:
+        lines = [f"Result of {self.run}"]
+        for trial in self.trials:
+            settings = " ".join(f"{key}={value}" for key, value in trial["settings"].items())
+            mean = "no fold finished" if trial["mean"] is None else f"loss {trial['mean']:.4f}"
+            interval = "" if trial["interval95"] is None else " [{:.4f}, {:.4f}]".format(*trial["interval95"])
+            lines.append(f"  trial {trial['trial']} {settings}: {mean}{interval} over {trial['finished']} folds")
+        return "\n".join(lines)
+
+
+def make_report(run: Run) -> dict[str, Any]:
+    """The `--json` object from the journal: trials with their folds, mean and interval over the folds that finished."""
+    finished, failed = run.finished_lanes(), run.failed_lanes()
+    events = run.events("trials")
+    settings = {trial["trial"]: trial["settings"] for trial in events[-1]["trials"]} if events else {}
+    lanes = [key for key in (*finished, *failed) if key[1] is not None]
+    trials = []
+    for trial in sorted({trial for trial, _ in lanes}):
+        folds = [finished[key] for key in sorted(key for key in finished if key[0] == trial and key[1] is not None)]
+        asked = sum(key[0] == trial for key in lanes)
+        trials.append({"trial": trial, "settings": settings.get(trial, {}), **_summary(folds, asked)})
+    return {
+        "run": str(run.folder),
+        "trials": trials,
+        "failed": [{name: event[name] for name in ("trial", "fold", "reason", "step")} for event in failed.values()],
+        "seconds": sum(event.get("seconds", 0.0) for event in run.events("closed")),
+        "peak_bytes": max((event["peak_bytes"] for event in run.events("wave_finished")), default=0),
+        "finished": run.is_finished,
+    }
+
+
+def _summary(folds: Sequence[Mapping[str, Any]], asked: int) -> dict[str, Any]:
+    losses = [fold["loss"] for fold in folds]
+    shares = [fold["rows"] / (fold["rows"] + fold["train_rows"]) for fold in folds]
+    interval = fold_interval(losses, test_share=float(np.mean(shares))) if folds else Interval(*[math.nan] * 4, 0)
+    tokens = sum(fold["tokens"] for fold in folds)
+    return {
+        "folds": [{name: fold[name] for name in FOLD_FIELDS} for fold in folds],
+        "mean": _known(interval.mean),
+        "std": _known(interval.std),
+        "interval95": None if math.isnan(interval.low) else [interval.low, interval.high],
+        "pooled_loss": sum(fold["nll"] for fold in folds) / tokens if tokens else None,
+        "finished": len(folds),
+        "asked": asked,
+        "optimistic": any(fold["optimistic"] for fold in folds),
+    }
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def write_out_of_fold(run: Run) -> None:
+    """Join every finished lane's rows into out_of_fold.parquet: losses are token means of rows never seen."""
+    parts: dict[str, list[Any]] = {}
+    for trial, fold in sorted(key for key in run.finished_lanes() if key[1] is not None):
+        rows = run.read_lane_rows(trial, fold)
+        targets = np.maximum(rows["tokens"], 1)
+        columns = {
+            "row": rows["row"], "fold": np.full(len(targets), fold), "trial": np.full(len(targets), trial),
+            "tokens": rows["tokens"], "loss": rows["nll"] / targets, "token_accuracy": rows["hits"] / targets,
+            "base_loss": rows["base_nll"] / targets, "base_token_accuracy": rows["base_hits"] / targets,
+        }  # fmt: skip
+        for name, values in columns.items():
+            parts.setdefault(name, []).append(values)
+    if parts:
+        run.write_out_of_fold({name: np.concatenate(values) for name, values in parts.items()})
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise MissingExtra("pandas", "pandas") from None
+    return pandas

@@ -1,0 +1,96 @@
+"""What CUDA kernels allocate inside themselves, and which attention kernel CUDA would take: meta tensors show neither.
+
+Read from the sources of PyTorch 2.11 and bitsandbytes 0.50, and held to an H200's readings in tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from crosstune.train.trace import Temporaries
+
+
+def four_bit_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """bitsandbytes::gemm_4bit beyond 4 rows: the statistics undone, then the weight in 16 bit, then a plain product.
+
+    Up to 4 rows a fused kernel reads the 4-bit weight itself (bitsandbytes.backends.cuda.ops._gemm_4bit_use_custom_cuda).
+    """
+    x, _, shape = args[:3]
+    outputs, inputs = shape
+    if x.numel() // inputs <= 4:
+        return []
+    nested = kwargs.get("absmax_8bit")
+    return [4 * nested.numel()] * 2 * (nested is not None) + [outputs * inputs * x.element_size()]
+
+
+def flash_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """FlashAttention 2's backward pass: dq summed up in fp32, the softmax's row sums, dk and dv of every query head."""
+    _, q, k = args[:3]
+    batch, heads, length, width = q.shape
+    rows, columns = -(-length // 128) * 128, max(32, -(-width // 32) * 32)
+    found = [4 * batch * heads * rows, 4 * batch * heads * rows * columns]
+    if k.shape[1] != heads:  # grouped heads: gradients of each query head's own copy, summed afterwards
+        found += [k.element_size() * batch * heads * k.shape[2] * width] * 2
+    return found
+
+
+CUDA_TEMPORARIES: dict[str, Temporaries] = {
+    "bitsandbytes::gemm_4bit": four_bit_product,
+    "aten::_scaled_dot_product_flash_attention_backward": flash_backward,
+}
+
+
+def cuda_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention as CUDA dispatches it: flash without a mask, memory-efficient with one.
+
+    On meta PyTorch would take the math kernel, whose T x T matrices CUDA never makes.
+    """
+    if attn_mask is None and query.dtype != torch.float32:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if key.shape[1] != query.shape[1]:
+        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the C++ entry turns it into the query's type
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def cpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention as a CPU dispatches it: always flash."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+@contextmanager
+def attention_of(kind: str) -> Iterator[None]:
+    """Let meta tensors take the attention kernel of a CUDA device or a CPU."""
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", cuda_attention if kind == "cuda" else cpu_attention):
+        yield

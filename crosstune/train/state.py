@@ -1,0 +1,88 @@
+"""A wave under way ↔ tensors and a JSON header: all that can't be computed from (seed, lane, step), and nothing else.
+
+Losses go into the header as text, not into a tensor: a lane that failed has a NaN there, and no tensor on the disk may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crosstune.model.attach import Slots
+from crosstune.train.lane import Lane, RowScores, Status
+from crosstune.train.optimizer import LaneAdamW
+
+_OF_LANE = ("step", "reason", "failed_step", "losses", "best_step", "best_loss", "without_gain")
+_OF_SCORES = ("rows", "nll", "targets", "hits")
+
+
+@dataclass
+class Standing:
+    """How far a wave has come, beside its lanes: steps, tokens, lanes whose evaluation is due, best steps so far."""
+
+    steps: int = 0
+    trained: int = 0
+    due: list[int] = field(default_factory=list)
+    best: dict[int, Tensor] = field(default_factory=dict)  # lane → its best row of master_KP, where keep: best
+    best_scores: dict[int, RowScores] = field(default_factory=dict)
+
+
+def pack_wave(
+    slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], standing: Standing
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The wave as tensors (on the CPU, and no longer changed by training) and a header."""
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _live(slots, optimizer).items()}
+    for k, best in standing.best.items():
+        tensors[f"best.{k}"] = best.detach().to("cpu", copy=True)
+        scores = standing.best_scores[k]
+        tensors |= {f"best.{k}.{name}": torch.from_numpy(getattr(scores, name).copy()) for name in _OF_SCORES}
+    meta = {
+        "step": standing.steps,
+        "trained": standing.trained,
+        "due": standing.due,
+        "lanes": [
+            {"name": lane.job.name, "status": lane.status.value, **{name: getattr(lane, name) for name in _OF_LANE}}
+            for lane in lanes
+        ],
+    }
+    return tensors, meta
+
+
+def unpack_wave(
+    slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], packed: tuple[Mapping[str, Tensor], Mapping[str, Any]]
+) -> Standing | None:
+    """Put a packed wave back, bit for bit, and say how far it had come; None, and nothing touched, if it isn't this one."""
+    tensors, meta = packed
+    live = _live(slots, optimizer)
+    same_lanes = [of_lane["name"] for of_lane in meta["lanes"]] == [lane.job.name for lane in lanes]
+    if not same_lanes or any(name not in tensors or tensors[name].shape != live[name].shape for name in live):
+        return None
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(tensors[name])
+    slots.refresh()
+    for lane, of_lane in zip(lanes, meta["lanes"], strict=True):
+        lane.status = Status(of_lane["status"])
+        for name in _OF_LANE:
+            setattr(lane, name, of_lane[name])
+    standing = Standing(meta["step"], meta["trained"], list(meta["due"]))
+    for k in range(len(lanes)):
+        if f"best.{k}" in tensors:
+            standing.best[k] = tensors[f"best.{k}"].to(slots.master_KP.device)
+            standing.best_scores[k] = RowScores(*(tensors[f"best.{k}.{name}"].numpy() for name in _OF_SCORES))
+    return standing
+
+
+def _live(slots: Slots, optimizer: LaneAdamW) -> dict[str, Tensor]:
+    return {
+        "parameters": slots.master_KP,
+        "m": optimizer.m_KP,
+        "v": optimizer.v_KP,
+        "taken": optimizer.taken_K,
+        "loss_scale": optimizer.scale_K,
+        "good_steps": optimizer.good_K,
+    }

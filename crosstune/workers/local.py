@@ -1,0 +1,25 @@
+"""One wave after another, on this device and in this process. The base is loaded once, before the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from crosstune.data.tokens import Tokens
+from crosstune.memory.plan import Plan
+from crosstune.model.base import Base
+from crosstune.progress import Progress
+from crosstune.train.lane import LaneJob
+from crosstune.train.wave import Report, run_wave
+
+
+def run_waves(
+    base: Base, waves: Iterable[Sequence[LaneJob]], tokens: Tokens, plan: Plan, *, report: Report, progress: Progress
+) -> None:
+    """Train the waves in order."""
+    for jobs in waves:
+        run_wave(base, jobs, tokens, plan, report=report, progress=progress)
+
+
+def cut_waves(jobs: Sequence[LaneJob], lanes: int) -> list[list[LaneJob]]:
+    """Jobs in waves of at most `lanes`, in order."""
+    return [list(jobs[start : start + lanes]) for start in range(0, len(jobs), lanes)]

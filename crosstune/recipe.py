@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,7 +24,11 @@ from crosstune.yaml_text import dump_yaml, parse_yaml
 from crosstune.yaml_text import write_text as write_text  # also offered here
 
 Auto = Literal["auto"]
-_CHANGES_NO_RESULT: Any = {"output": True, "device": {"lanes", "micro_batch", "checkpointing"}}
+_CHANGES_NO_RESULT: Any = {
+    "output": True,
+    "train": {"checkpoint_every"},
+    "device": {"lanes", "micro_batch", "checkpointing", "ray", "workers", "retries"},
+}
 
 
 def _no_bool(value: Any) -> Any:
@@ -36,6 +41,12 @@ Int = Annotated[int, BeforeValidator(_no_bool)]
 Float = Annotated[float, BeforeValidator(_no_bool)]
 Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
 CountOrNone = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+
+
+def _interval(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)?(s|min|h)|never", value):
+        raise ValueError("steps (a whole number), a time such as 90s, 10min or 1h, or never is expected")
+    return value
 
 
 class Section(BaseModel):
@@ -170,6 +181,9 @@ class Train(Section):
     keep: Literal["last", "best"] = Field(
         "last", description="Which step's adapter is kept. best is measured where train.stop says."
     )
+    checkpoint_every: Annotated[Count | str, BeforeValidator(_interval)] = Field(
+        "2min", description="Keep the state of unfinished lanes every so many steps, or every 90s, 10min, 1h; or never."
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:
@@ -206,6 +220,11 @@ class Device(Section):
         "auto", description="Decoder layers whose activations are recomputed: none, all, or a number."
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="Compute type of the frozen base.")
+    ray: str | None = Field(
+        None, description="Spread waves over a Ray cluster: auto (this machine's own), or its address."
+    )
+    workers: Auto | Count = Field("auto", description="Ray only: workers, each with its own base. auto: one a GPU.")
+    retries: CountOrNone = Field(3, description="Ray only: times that a lost wave is handed out again before it fails.")
 
 
 class Lint(Section):

@@ -10,7 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,80 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from crosstune.errors import RunError
+from crosstune.interrupt import Interrupts
 from crosstune.store.files import guard, sweep_parts, write_file
 
 KEPT = 2  # the newest, and the one to fall back on
 VERSION = "1"
+# An epoch's end is kept too, unless the last checkpoint is younger than this: an epoch may last less than a second.
+EPOCH_SECONDS = 30.0
+Packed = tuple[Mapping[str, Tensor], Mapping[str, Any]]  # tensors on the CPU and a header with "step"
+
+
+class Checkpoints:
+    """When one wave is kept, and where: every so many steps or seconds, at the end of epochs, and when interrupted.
+
+    Files are written by a thread of their own while training goes on; what it failed with is raised at the next `save`.
+    """
+
+    def __init__(
+        self, folder: Path | None, every: int | str, interrupts: Interrupts, say: Callable[[str], None]
+    ) -> None:
+        self.folder, self.interrupts, self._say = folder, interrupts, say
+        self._every_steps, self._every_seconds = _interval(every)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[Path] | None = None
+        self._last_step, self._last_time = 0, time.monotonic()
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The newest whole checkpoint, if there is one."""
+        return None if self.folder is None else load_checkpoint(self.folder, say=self._say)
+
+    def is_due(self, step: int, epoch_ended: bool) -> bool:
+        """Whether the wave should be kept as it stands after `step`."""
+        if self.folder is None or self._every_steps == self._every_seconds == 0 or step == self._last_step:
+            return False
+        seconds = time.monotonic() - self._last_time
+        by_step = self._every_steps and step - self._last_step >= self._every_steps
+        by_time = self._every_seconds and seconds >= self._every_seconds
+        return bool(by_step or by_time or (epoch_ended and seconds >= EPOCH_SECONDS))
+
+    def save(self, packed: Packed) -> None:
+        """Keep a packed wave; returns while it is being written."""
+        if self.folder is not None:
+            self.wait()
+            tensors, meta = packed
+            self._writing = self._writer.submit(save_checkpoint, self.folder, tensors, meta)
+            self._last_step, self._last_time = int(meta["step"]), time.monotonic()
+
+    def wait(self) -> None:
+        """Until the last one is written; raises what its writing raised."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def drop(self) -> None:
+        """Remove them: all lanes of the wave are recorded."""
+        self.wait()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """End the writing thread."""
+        self._writer.shutdown(wait=True)
+
+
+def no_checkpoints() -> Checkpoints:
+    """For a wave that is not kept."""
+    return Checkpoints(None, "never", Interrupts(), lambda text: None)
+
+
+def _interval(every: int | str) -> tuple[int, float]:
+    """(steps, seconds) of `train.checkpoint_every`; the one that isn't meant is 0."""
+    if isinstance(every, int):
+        return every, 0.0
+    unit = next((unit for unit in ("min", "s", "h") if every.endswith(unit)), "")
+    return 0, float(every.removesuffix(unit)) * {"s": 1, "min": 60, "h": 3600}[unit] if unit else 0.0
 
 
 def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:

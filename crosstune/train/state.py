@@ -55,7 +55,7 @@ def pack_wave(
 def unpack_wave(
     slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], packed: tuple[Mapping[str, Tensor], Mapping[str, Any]]
 ) -> Standing | None:
-    """Put a packed wave back, bit for bit, and say how far it had come; None, and nothing touched, if it isn't this one."""
+    """Put a packed wave back, bit for bit, and say how far it had come; None, and nothing touched, if it is another."""
     tensors, meta = packed
     live = _live(slots, optimizer)
     same_lanes = [of_lane["name"] for of_lane in meta["lanes"]] == [lane.job.name for lane in lanes]

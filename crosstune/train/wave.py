@@ -17,10 +17,12 @@ from crosstune.memory.plan import Plan
 from crosstune.model.attach import Slots, attached
 from crosstune.model.base import Base
 from crosstune.model.device import live_bytes, peak_bytes
-from crosstune.progress import Progress
+from crosstune.progress import Progress, stage
+from crosstune.train.checkpoint import Checkpoints, no_checkpoints
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.lane import Lane, LaneJob, RowScores, Status
 from crosstune.train.optimizer import LaneAdamW
+from crosstune.train.state import Standing, pack_wave, unpack_wave
 from crosstune.train.step import LENGTH_MULTIPLE, StepResult, step_batches, train_step
 
 
@@ -84,10 +86,22 @@ Event = LaneEvaluated | StepKept | LaneFinished | LaneRetired | WaveFinished
 Report = Callable[[Event], None]
 
 
-def run_wave(base: Base, jobs: Sequence[LaneJob], tokens: Tokens, plan: Plan, *, report: Report, progress: Progress) -> None:
-    """Train and score all `jobs` together; tell `report` what happens."""
+def run_wave(
+    base: Base,
+    jobs: Sequence[LaneJob],
+    tokens: Tokens,
+    plan: Plan,
+    *,
+    report: Report,
+    progress: Progress,
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """Train and score all `jobs` together; tell `report` what happens. Goes on from the wave's newest checkpoint.
+
+    What was reported between that checkpoint and the end of the process that wrote it is reported again, unchanged.
+    """
     before, begun = live_bytes(base.device), time.monotonic()
-    steps, trained = _run(base, jobs, tokens, plan, report, progress)
+    steps, trained = _run(base, jobs, tokens, plan, report, progress, checkpoints or no_checkpoints())
     report(
         WaveFinished(
             tuple(jobs), steps, trained, time.monotonic() - begun, before, live_bytes(base.device), peak_bytes(base.device)
@@ -96,33 +110,60 @@ def run_wave(base: Base, jobs: Sequence[LaneJob], tokens: Tokens, plan: Plan, *,
 
 
 def _run(
-    base: Base, jobs: Sequence[LaneJob], tokens: Tokens, plan: Plan, report: Report, progress: Progress
+    base: Base,
+    jobs: Sequence[LaneJob],
+    tokens: Tokens,
+    plan: Plan,
+    report: Report,
+    progress: Progress,
+    checkpoints: Checkpoints,
 ) -> tuple[int, int]:
     with attached(base, [job.spec for job in jobs], checkpointed_layers=plan.checkpointed_layers) as slots:
-        wave = _Wave(slots, [Lane.start(job, tokens) for job in jobs], tokens, plan, report)
-        total = max(lane.total_steps for lane in wave.lanes)
-        progress.start("train", total)
-        while any(lane.is_fed for lane in wave.lanes):
-            wave.step()
-            progress.advance(**wave.facts())
-        progress.stop()
-        return wave.steps, wave.trained
+        wave = _Wave(slots, [Lane.start(job, tokens) for job in jobs], tokens, plan, report, checkpoints)
+        wave.go_on()
+        with stage(progress, "train", max(lane.total_steps for lane in wave.lanes)):
+            progress.advance(wave.standing.steps)
+            with checkpoints.interrupts.waiting_for_a_step():
+                wave.evaluate()
+                while any(lane.is_fed for lane in wave.lanes):
+                    wave.step()
+                    progress.advance(**wave.facts())
+                    wave.evaluate()
+                    wave.keep_if_due()
+        return wave.standing.steps, wave.standing.trained
+
+
+class _Cut(Exception):
+    """The run is to end, in the middle of an evaluation: nothing has changed since the step before it."""
 
 
 class _Wave:
     """The lanes of a wave under way, and what they share."""
 
-    def __init__(self, slots: Slots, lanes: list[Lane], tokens: Tokens, plan: Plan, report: Report) -> None:
-        self.slots, self.lanes, self.tokens, self.plan, self.report = slots, lanes, tokens, plan, report
+    def __init__(
+        self,
+        slots: Slots,
+        lanes: list[Lane],
+        tokens: Tokens,
+        plan: Plan,
+        report: Report,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self.slots, self.lanes, self.tokens, self.plan = slots, lanes, tokens, plan
+        self.report, self.checkpoints = report, checkpoints
         self.optimizer = LaneAdamW(slots, [lane.job.train for lane in lanes])
-        self.best: dict[int, Tensor] = {}  # lane → its best row of master_KP, where keep: best
-        self.best_scores: dict[int, RowScores] = {}
-        self.steps = self.trained = 0
+        self.standing = Standing()
         self.begun = time.monotonic()
         self.last: StepResult | None = None
 
+    def go_on(self) -> None:
+        """Where the newest checkpoint of these lanes left off, if there is one."""
+        packed = self.checkpoints.load()
+        if packed is not None:
+            self.standing = unpack_wave(self.slots, self.optimizer, self.lanes, packed) or self.standing
+
     def step(self) -> None:
-        """One optimizer step of every lane that is not over, and the evaluations due after it."""
+        """One optimizer step of every lane that is not over; notes whose evaluation is due after it."""
         batches = step_batches(
             self.lanes,
             self.tokens,
@@ -132,7 +173,7 @@ class _Wave:
         )
         fed = [lane.is_fed for lane in self.lanes]
         self.last = result = train_step(self.slots, self.optimizer, self.lanes, batches)
-        self.steps, self.trained = self.steps + 1, self.trained + result.num_tokens
+        self.standing.steps, self.standing.trained = self.standing.steps + 1, self.standing.trained + result.num_tokens
         for k, lane in enumerate(self.lanes):
             if not fed[k]:
                 continue
@@ -142,9 +183,35 @@ class _Wave:
             lane.losses.append(float(result.loss[k]))
             if not result.ok[k] and not self._may_skip(k):
                 self._retire(k, "non-finite-loss" if not np.isfinite(result.loss[k]) else "non-finite-gradient")
-        due = [k for k, lane in enumerate(self.lanes) if fed[k] and lane.is_due()]
-        if due:
-            self._evaluate(due)
+        self.standing.due = [k for k, lane in enumerate(self.lanes) if fed[k] and lane.is_due()]
+
+    def evaluate(self) -> None:
+        """The evaluations that are due, unless the run is to end: they are then the first thing when it goes on."""
+        self._end_if_asked()
+        if self.standing.due:
+            try:
+                self._evaluate(self.standing.due)
+            except _Cut:
+                self._end_if_asked()
+            self.standing.due = []
+
+    def keep_if_due(self) -> None:
+        """Write a checkpoint if it is time for one."""
+        fed = [lane for lane in self.lanes if lane.is_fed]
+        epoch_ended = any(lane.step % lane.steps_an_epoch == 0 for lane in fed)
+        if fed and self.checkpoints.is_due(self.standing.steps, epoch_ended):
+            self.checkpoints.save(pack_wave(self.slots, self.optimizer, self.lanes, self.standing))
+        self._end_if_asked()
+
+    def _end_if_asked(self) -> None:
+        if self.checkpoints.interrupts.asked:
+            self.checkpoints.save(pack_wave(self.slots, self.optimizer, self.lanes, self.standing))
+            self.checkpoints.wait()
+            self.checkpoints.interrupts.stop()
+
+    def _cut_if_asked(self, _: int) -> None:
+        if self.checkpoints.interrupts.asked:
+            raise _Cut
 
     def _may_skip(self, k: int) -> bool:
         """In fp16 a non-finite step is skipped and the lane's loss scale halved, until the scale is below 1."""
@@ -158,9 +225,10 @@ class _Wave:
     def _evaluate(self, due: Sequence[int]) -> None:
         """Score the lanes that are due on their held-out rows, and on the rows that decide on stopping."""
         lanes = self.lanes
-        scores = score_lanes(self.slots, self.tokens, [lane.job.held_out if k in due else () for k, lane in enumerate(lanes)])
+        held_out = [lane.job.held_out if k in due else () for k, lane in enumerate(lanes)]
+        scores = score_lanes(self.slots, self.tokens, held_out, tick=self._cut_if_asked)
         stop_rows = [lane.stop_rows if k in due else () for k, lane in enumerate(lanes)]
-        stops = score_lanes(self.slots, self.tokens, stop_rows) if any(stop_rows) else scores
+        stops = score_lanes(self.slots, self.tokens, stop_rows, tick=self._cut_if_asked) if any(stop_rows) else scores
         stops = [stop if rows else score for stop, rows, score in zip(stops, stop_rows, scores, strict=True)]
         for k in due:
             lane = lanes[k]
@@ -174,14 +242,14 @@ class _Wave:
 
     def _keep(self, k: int, scores: RowScores) -> None:
         if self.lanes[k].job.train.keep == "best":
-            self.best[k], self.best_scores[k] = self.slots.master_KP[k].clone(), scores
+            self.standing.best[k], self.standing.best_scores[k] = self.slots.master_KP[k].clone(), scores
             self.report(StepKept(self.lanes[k].job, self.lanes[k].step, self.slots.adapter(k)))
 
     def _finish(self, k: int, scores: RowScores) -> None:
         lane, kept = self.lanes[k], self.lanes[k].step
-        if k in self.best:
-            self.slots.master_KP[k].copy_(self.best.pop(k))
-            kept, scores = lane.best_step, self.best_scores.pop(k)
+        if k in self.standing.best:
+            self.slots.master_KP[k].copy_(self.standing.best.pop(k))
+            kept, scores = lane.best_step, self.standing.best_scores.pop(k)
         if lane.status is Status.RUNNING:
             lane.status = Status.DONE
         seconds = time.monotonic() - self.begun

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
 from crosstune.model.base import Base
 from crosstune.progress import Progress
+from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.lane import LaneJob
 from crosstune.train.wave import Report, run_wave
 
 
 def run_waves(
-    base: Base, waves: Iterable[Sequence[LaneJob]], tokens: Tokens, plan: Plan, *, report: Report, progress: Progress
+    base: Base,
+    waves: Iterable[Sequence[LaneJob]],
+    tokens: Tokens,
+    plan: Plan,
+    *,
+    report: Report,
+    progress: Progress,
+    checkpoints: Callable[[Sequence[LaneJob]], Checkpoints],
 ) -> None:
-    """Train the waves in order."""
+    """Train the waves in order. A wave's checkpoints go when all that it reported is recorded."""
     for jobs in waves:
-        run_wave(base, jobs, tokens, plan, report=report, progress=progress)
+        kept = checkpoints(jobs)
+        try:
+            run_wave(base, jobs, tokens, plan, report=report, progress=progress, checkpoints=kept)
+            kept.drop()
+        finally:
+            kept.close()
 
 
 def cut_waves(jobs: Sequence[LaneJob], lanes: int) -> list[list[LaneJob]]:

@@ -1,3 +1,35 @@
 """Cross-validated LoRA fine-tuning: the base loaded once, every fold an adapter, all folds trained together."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from crosstune.crossval import cross_validate
+    from crosstune.errors import CrosstuneError
+    from crosstune.recipe import Recipe
+    from crosstune.report import write_report
+    from crosstune.result import Result
+
 __version__ = "0.1.0"
+__all__ = ["CrosstuneError", "Recipe", "Result", "cross_validate", "write_report"]
+
+# Names are imported when they are first used, so that `import crosstune` and `crosstune --help` load nothing.
+_HOMES = {
+    "CrosstuneError": "errors",
+    "Recipe": "recipe",
+    "Result": "result",
+    "cross_validate": "crossval",
+    "write_report": "report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"crosstune.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'crosstune' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

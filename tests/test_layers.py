@@ -14,7 +14,7 @@ ORDER = """
     memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.plan
     store.files store.secrets store.journal store.lock store.same store.run
     model.device model.lora model.base model.attach model.head
-    train.lane train.optimizer train.step train.evaluate train.checkpoint train.wave train.recover
+    train.lane train.optimizer train.step train.evaluate train.checkpoint train.trace train.kernels train.quantized train.rehearse train.wave train.recover
     workers.local
     export.folder export.card export.adapter export.weights
     report crossval score_table demo_model demo init cli
@@ -75,3 +75,10 @@ def test_help_loads_neither_torch_nor_the_recipe():
     code = "from crosstune.cli import main; main(['--help']); import sys; print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "numpy", "pydantic", "rich"} & set(done.stderr.split())
+
+
+def test_public_names_are_sorted_complete_and_lazy():
+    import crosstune
+
+    assert crosstune.__all__ == sorted(crosstune.__all__) == sorted(crosstune._HOMES)
+    assert all(crosstune.__getattr__(name).__module__.startswith("crosstune.") for name in crosstune.__all__)

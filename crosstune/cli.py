@@ -2,7 +2,7 @@
 
 Everything but click is imported inside the verbs, so that `crosstune --help` answers at once and never loads torch.
 stdout is for results (with --json: one object, as its last line); progress and errors go to stderr.
-Exit codes: 0 done, 2 refused, 3 at least one lane failed, 130 interrupted.
+Exit codes: 0 done, 2 refused, 3 at least one lane failed, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import click
 
 from crosstune import __version__
 from crosstune.errors import EXIT_LANE_FAILED, EXIT_REFUSED, CrosstuneError
+from crosstune.interrupt import Interrupted
 
 if TYPE_CHECKING:
     from crosstune.recipe import Recipe
@@ -34,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CrosstuneError as error:
         click.echo(f"error: {error.problem}\n  {error.fix}", err=True)
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; what was finished is kept", err=True)
-        return EXIT_INTERRUPTED
+    except click.Abort as error:  # click's word for KeyboardInterrupt
+        click.echo("interrupted; the same command goes on from here", err=True)
+        return error.__cause__.exit_code if isinstance(error.__cause__, Interrupted) else EXIT_INTERRUPTED
     return int(code or 0)
 
 
@@ -110,6 +111,16 @@ def init(data: str, model: str, out: str) -> None:
     else:
         write_recipe(out, text)
         click.echo(f"{out} written; next: crosstune run {out}", err=True)
+
+
+@crosstune.command()
+@click.argument("run")
+@click.option("--out", metavar="FILE", help="The page to write (default: report.html in the run folder).")
+def report(run: str, out: str | None) -> None:
+    """Write one HTML page of RUN's scores, curves and hardest rows."""
+    from crosstune.report import write_report
+
+    click.echo(write_report(run, out))
 
 
 def _load_recipe(path: str, changes: Sequence[str], out: str | None) -> Recipe:

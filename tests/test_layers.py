@@ -9,7 +9,7 @@ import pytest
 
 ORDER = """
     errors units yaml_text options mistakes recipe progress
-    stats.intervals stats.bootstrap stats.comparison stats.curve sweep
+    stats.intervals stats.bootstrap stats.comparison stats.curve sweep pruning search metrics.text metrics.choice compare
     data.rows data.load data.render data.tokens data.lint.fault data.batches splits
     memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.plan
     store.files store.secrets store.journal store.lock store.same store.run

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,14 @@ from crosstune.asked import Asked, gather
 from crosstune.data.load import Rows, load_rows
 from crosstune.data.tokenizer import load_tokenizer
 from crosstune.data.tokens import Tokens, tokenize
-from crosstune.errors import refuse
+from crosstune.errors import DeviceError, refuse
+from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.memory.plan import Plan, plan_memory
 from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Recipe
-from crosstune.result import Result, make_report, write_out_of_fold
-from crosstune.splits import Fold, fold_table, split_rows
+from crosstune.result import Result, make_report, write_out_of_fold, write_scores
+from crosstune.splits import Fold, split_rows
 from crosstune.store.run import Run
 from crosstune.sweep import Trial, expand
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from crosstune.model.base import Base
     from crosstune.model.device import Chosen
     from crosstune.train.lane import LaneJob
+
+WIDTHS = ("device.lanes", "device.micro_batch", "device.checkpointing")
 
 
 def cross_validate(
@@ -44,6 +46,7 @@ def cross_validate(
     lora: Any = None,
     folds: Any = None,
     progress: Progress | None = None,
+    retry_failed: bool = False,
     **sections: Any,
 ) -> Result:
     """Train every fold of every trial on one shared base, and score each on rows it never saw.
@@ -54,25 +57,31 @@ def cross_validate(
     lora        a mapping (the lora section) or a `peft.LoraConfig`
     folds       a mapping (the folds section) or a scikit-learn splitter
     sections    train={…}, evaluate={…}, device={…}, output="runs/x", …
+    retry_failed  train the lanes that failed in an earlier call once more
 
     Raises CrosstuneError (problem and fix) before anything is written if anything is wrong. A lane that fails is in
     `Result.failed`; the others finish. The same call on a finished run returns its result, on an unfinished one goes on.
+    SIGINT and SIGTERM finish the step, keep it and raise `Interrupted`, a KeyboardInterrupt.
     """
     asked = gather(recipe, data=data, model=model, tokenizer=tokenizer, lora=lora, folds=folds, sections=sections)
-    with _random_state_kept():
-        return _cross_validate(asked, progress or choose_progress())
+    with _random_state_kept(), Interrupts().caught() as interrupts:
+        return _cross_validate(asked, progress or choose_progress(), interrupts, retry_failed)
 
 
-def _cross_validate(asked: Asked, progress: Progress) -> Result:
+def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, retry_failed: bool) -> Result:
     recipe, began = asked.recipe, time.monotonic()
     rows = _read(asked, progress)
     folds = split_rows(rows, recipe.folds, splitter=asked.splitter)
     trials = expand(recipe)
+    planned: Mapping[str, Any] = {}
     if (Path(recipe.output) / "journal.jsonl").exists():
         with _open_run(recipe, rows) as run:  # refuses another recipe or other rows before anything is loaded
+            if retry_failed:
+                run.retry_failed()
             if run.is_finished:
                 progress.say(f"{recipe.output} holds this run, finished; nothing to do")
                 return Result(run.folder, make_report(run))
+            planned = next(iter(reversed(run.events("plan"))), {})
 
     tokenizer, config = _tokenizer_and_config(asked)
     shape = ModelShape.from_config(config)
@@ -80,18 +89,23 @@ def _cross_validate(asked: Asked, progress: Progress) -> Result:
     refuse([finding for finding in tokens.findings if finding.code not in recipe.lint.allow])
     chosen = _choose_device(asked)
     progress.say(f"device {chosen.device}, {chosen.precision}: {chosen.reason}")
-    plan = _plan(recipe, shape, tokens, trials, folds, chosen)
+    plan = _plan_as_before(planned, recipe, shape, tokens, trials, folds, chosen, progress)
     progress.say(f"plan: {plan}")
 
     base = _base(asked, tokenizer, chosen, progress)
     try:
         jobs = _jobs(base, trials, folds)
-        with _open_run(recipe, rows) as run:
-            _train(run, recipe, trials, base, tokens, folds, jobs, plan, progress)
-            run.record("closed", durable=True, seconds=time.monotonic() - began)
-            report = make_report(run)
-            run.write_scores(report)
-            return Result(run.folder, report)
+        with _open_run(recipe, rows, tokens) as run:
+            try:
+                _train(run, recipe, trials, base, tokens, folds, jobs, plan, progress, interrupts)
+            except Interrupted as end:
+                run.record("interrupted", signal=end.number)
+                raise
+            finally:
+                run.record("closed", seconds=time.monotonic() - began)
+            write_scores(run)  # before the run counts as finished: a crash between the two does it again
+            run.record("run_finished", failed=len(run.failed_lanes()))
+            return Result(run.folder, make_report(run))
     finally:
         base.release()
 
@@ -106,10 +120,17 @@ def _train(
     jobs: Sequence[LaneJob],
     plan: Plan,
     progress: Progress,
+    interrupts: Interrupts,
 ) -> None:
     """Everything between an opened run and its last lane."""
     from crosstune.record import Recorder
-    from crosstune.workers.local import cut_waves, run_waves
+    from crosstune.train.checkpoint import Checkpoints
+    from crosstune.workers.local import run_waves
+    from crosstune.workers.waves import waves_left
+
+    def checkpoints(wave: Sequence[LaneJob]) -> Checkpoints:
+        lanes = [(job.trial, job.fold) for job in wave]
+        return Checkpoints(run.checkpoint_folder(lanes), recipe.train.checkpoint_every, interrupts, progress.say)
 
     held_out = np.array(sorted({row for fold in folds for row in fold.held_out}), dtype=np.int64)
     run.write_folds(fold_table_columns(tokens, folds))
@@ -117,16 +138,9 @@ def _train(
     run.record("plan", **plan.settings, peak_bytes=plan.peak_bytes, waves=plan.waves, allowed=list(recipe.lint.allow))
     base_scores = _score_base(run, base, tokens, held_out, progress)
     recorder = Recorder(run, recipe, {trial.index: trial for trial in trials}, tokens, base, base_scores)
-    over = {**run.finished_lanes(), **run.failed_lanes()}
-    left = [job for job in jobs if (job.trial, job.fold) not in over]
-    run_waves(base, cut_waves(left, plan.lanes), tokens, plan, report=recorder, progress=progress)
+    waves = waves_left(jobs, plan.lanes, over=run.lanes_over(), again=run.lanes_again())
+    run_waves(base, waves, tokens, plan, report=recorder, progress=progress, checkpoints=checkpoints)
     write_out_of_fold(run)
-    run.record("run_finished", failed=len(run.failed_lanes()))
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """Reserved for what later stages share."""
 
 
 def _read(asked: Asked, progress: Progress) -> Rows:
@@ -139,9 +153,10 @@ def _read(asked: Asked, progress: Progress) -> Rows:
     return rows
 
 
-def _open_run(recipe: Recipe, rows: Rows) -> Run:
+def _open_run(recipe: Recipe, rows: Rows, tokens: Tokens | None = None) -> Run:
     numbers = [row.number for row in rows.rows]
-    return Run.open(recipe.output, recipe=recipe, data_hashes=rows.hashes, rows=numbers)
+    prints = {} if tokens is None else {"the tokenizer or its template": tokens.fingerprint}
+    return Run.open(recipe.output, recipe=recipe, data_hashes=rows.hashes, rows=numbers, prints=prints)
 
 
 def _tokenizer_and_config(asked: Asked) -> tuple[Any, dict[str, Any]]:
@@ -175,6 +190,28 @@ def _choose_device(asked: Asked) -> Chosen:
     base.release()
     precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
     return Chosen(base.device, precision, "as the model that was passed in")
+
+
+def _plan_as_before(
+    planned: Mapping[str, Any],
+    recipe: Recipe,
+    shape: ModelShape,
+    tokens: Tokens,
+    trials: Sequence[Trial],
+    folds: Sequence[Fold],
+    chosen: Chosen,
+    progress: Progress,
+) -> Plan:
+    """The plan with which the run began, if it still fits: other widths give the same results to rounding only."""
+    if planned:
+        before = {name.removeprefix("device."): value for name, value in planned.items() if name in WIDTHS}
+        kept = {name: value for name, value in before.items() if getattr(recipe.device, name) == "auto"}
+        device = recipe.device.model_copy(update=kept)
+        try:
+            return _plan(recipe.model_copy(update={"device": device}), shape, tokens, trials, folds, chosen)
+        except DeviceError as error:
+            progress.say(f"the plan with which this run began no longer fits: {error.problem}")
+    return _plan(recipe, shape, tokens, trials, folds, chosen)
 
 
 def _plan(

@@ -33,9 +33,16 @@ class Recorder:
     base: Base
     base_scores: RowScores
 
+    def __post_init__(self) -> None:
+        self._scored = {(event["trial"], event["fold"], event["step"]) for event in self.run.events("lane_evaluated")}
+
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Take one event, unless it is one that a continued wave tells a second time."""
+        if isinstance(event, LaneFinished | LaneRetired) and (event.job.trial, event.job.fold) in self.run.lanes_over():
+            return
         if isinstance(event, LaneEvaluated):
+            if (event.job.trial, event.job.fold, event.step) in self._scored:
+                return
             self.run.record("lane_evaluated", **_lane(event.job), step=event.step, epoch=event.epoch, **_sums(event.scores))
         elif isinstance(event, StepKept):
             self._save(event.job, event.adapter, f"step-{event.step:06d}", {"step": event.step})
@@ -53,7 +60,7 @@ class Recorder:
         record = {
             **_sums(scores), "base_loss": base.loss, "base_token_accuracy": base.token_accuracy,
             "steps": event.steps, "kept_step": event.kept_step, "status": event.status.value, "reason": event.reason,
-            "optimistic": job.is_optimistic, "train_rows": len(job.train_rows), "seconds": event.seconds,
+            "optimistic": job.is_optimistic, "train_rows": len(job.train_rows),
         }  # fmt: skip
         self._save(job, event.adapter, "adapter", record)
         columns = {
@@ -65,7 +72,8 @@ class Recorder:
             "base_hits": base.hits,
         }
         self.run.write_lane_rows(job.trial, job.fold, columns)
-        self.run.record("lane_finished", **_lane(job), **record, losses=[_short(loss) for loss in event.losses])
+        losses = [_short(loss) for loss in event.losses]
+        self.run.record("lane_finished", **_lane(job), **record, seconds=event.seconds, losses=losses)
 
     def _save(self, job: LaneJob, adapter: Mapping[str, Tensor], name: str, record: Mapping[str, Any]) -> None:
         card = {

@@ -140,6 +140,11 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
+def write_scores(run: Run) -> None:
+    """Write scores.json: the report without what differs from one machine or day to the next."""
+    run.write_scores({name: value for name, value in make_report(run).items() if name in ("trials", "failed")})
+
+
 def write_out_of_fold(run: Run) -> None:
     """Join every finished lane's rows into out_of_fold.parquet: losses are token means of rows never seen."""
     parts: dict[str, list[Any]] = {}

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 ORDER = """
-    errors units yaml_text options mistakes recipe progress
+    errors interrupt units yaml_text options mistakes recipe progress
     stats.intervals stats.bootstrap stats.comparison stats.curve sweep pruning search metrics.text metrics.choice compare
     data.rows data.load data.render data.tokens data.lint.fault data.batches splits
     memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.plan
     store.files store.secrets store.journal store.lock store.same store.run
     model.device model.lora model.base model.attach model.head
-    train.lane train.optimizer train.step train.evaluate train.checkpoint train.trace train.kernels train.quantized train.rehearse train.wave train.recover
-    workers.local
+    train.lane train.optimizer train.step train.evaluate train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave train.recover
+    workers.waves workers.local
     export.folder export.card export.adapter export.weights
     report crossval score_table demo_model demo init cli
 """.split()  # noqa: SIM905

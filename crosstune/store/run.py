@@ -39,7 +39,9 @@ from crosstune.store.secrets import redact_tree
 Lane = tuple[int, int | None]  # trial, fold; fold None is all rows
 
 # Events that change the state below are on the disk before the run goes on; the others may be lost in a crash.
-DURABLE = frozenset({"created", "plan", "lane_finished", "lane_failed", "lane_again", "run_finished", "interrupted"})
+DURABLE = frozenset(
+    {"created", "plan", "lane_finished", "lane_failed", "lane_again", "run_finished", "interrupted", "closed"}
+)
 OURS = ("recipe.yaml", "folds.parquet", "scores.json", "out_of_fold.parquet", "lanes", "checkpoints")
 LIBRARIES = ("crosstune", "torch", "transformers", "peft", "bitsandbytes", "numpy", "safetensors")
 
@@ -50,6 +52,7 @@ class State:
 
     finished: dict[Lane, Event] = field(default_factory=dict)
     failed: dict[Lane, Event] = field(default_factory=dict)
+    again: set[Lane] = field(default_factory=set)
     is_finished: bool = False
 
     def see(self, event: Event) -> None:
@@ -59,7 +62,9 @@ class State:
             lane = (event["trial"], event["fold"])
             self.finished.pop(lane, None)
             self.failed.pop(lane, None)
-            if kind == "lane_finished":
+            if kind == "lane_again":
+                self.again.add(lane)
+            elif kind == "lane_finished":
                 self.finished[lane] = event
             elif kind == "lane_failed":
                 self.failed[lane] = event
@@ -146,6 +151,14 @@ class Run:
     def failed_lanes(self) -> dict[Lane, Event]:
         """(trial, fold) → the fields recorded with "lane_failed": reason, step."""
         return dict(self._state.failed)
+
+    def lanes_over(self) -> set[Lane]:
+        """Lanes that finished or failed, and are not to be tried again."""
+        return {*self._state.finished, *self._state.failed}
+
+    def lanes_again(self) -> set[Lane]:
+        """Lanes that failed once and were, or are to be, tried again."""
+        return set(self._state.again)
 
     def events(self, *kinds: str) -> list[Event]:
         """All events of these kinds (all events without one), oldest first."""

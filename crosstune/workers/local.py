@@ -31,8 +31,3 @@ def run_waves(
             kept.drop()
         finally:
             kept.close()
-
-
-def cut_waves(jobs: Sequence[LaneJob], lanes: int) -> list[list[LaneJob]]:
-    """Jobs in waves of at most `lanes`, in order."""
-    return [list(jobs[start : start + lanes]) for start in range(0, len(jobs), lanes)]

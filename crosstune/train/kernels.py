@@ -14,20 +14,21 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from crosstune.train.trace import Temporaries
+from crosstune.train.trace import StandIn, Temporaries
 
 
 def four_bit_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
     """bitsandbytes::gemm_4bit beyond 4 rows: the statistics undone, then the weight in 16 bit, then a plain product.
 
-    Up to 4 rows a fused kernel reads the 4-bit weight itself (bitsandbytes.backends.cuda.ops._gemm_4bit_use_custom_cuda).
+    Up to 4 rows a fused kernel reads the 4-bit weight itself (bitsandbytes' _gemm_4bit_use_custom_cuda).
     """
     x, _, shape = args[:3]
     outputs, inputs = shape
     if x.numel() // inputs <= 4:
         return []
-    nested = kwargs.get("absmax_8bit")
-    return [4 * nested.numel()] * 2 * (nested is not None) + [outputs * inputs * x.element_size()]
+    nested = kwargs.get("absmax_8bit", args[7] if len(args) > 7 else None)
+    statistics = [] if nested is None else [4 * nested.numel()] * 2
+    return [*statistics, outputs * inputs * x.element_size()]
 
 
 def flash_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
@@ -41,8 +42,41 @@ def flash_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int
     return found
 
 
+def int8_quantise(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """bitsandbytes::int8_vectorwise_quant: |x| in fp16 and the mask of outliers."""
+    return [2 * args[0].numel(), args[0].numel()]
+
+
+def int8_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """bitsandbytes::int8_mixed_scaled_mm: the product in int32, then in fp16, then in the input's type."""
+    x, quantised, weight = args[:3]
+    count = quantised.numel() // quantised.shape[-1] * weight.shape[0]
+    return [4 * count] + [2 * count] * (x.dtype != torch.float16)
+
+
+def int8_quantised(x: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Its results, for an input without outliers (beyond 6.0: some columns in a thousand, in trained models)."""
+    rows = x.numel() // x.shape[-1]
+    return (
+        x.new_empty(x.shape, dtype=torch.int8),
+        x.new_empty(rows, dtype=torch.float32),
+        x.new_empty(0, dtype=torch.int64),
+    )
+
+
+def int8_multiplied(x: Tensor, quantised: Tensor, weight: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """The result of int8_mixed_scaled_mm, without outliers."""
+    return x.new_empty((*quantised.shape[:-1], weight.shape[0])), x.new_empty(0)
+
+
+STAND_INS: dict[str, StandIn] = {
+    "bitsandbytes::int8_vectorwise_quant": int8_quantised,
+    "bitsandbytes::int8_mixed_scaled_mm": int8_multiplied,
+}
 CUDA_TEMPORARIES: dict[str, Temporaries] = {
     "bitsandbytes::gemm_4bit": four_bit_product,
+    "bitsandbytes::int8_vectorwise_quant": int8_quantise,
+    "bitsandbytes::int8_mixed_scaled_mm": int8_product,
     "aten::_scaled_dot_product_flash_attention_backward": flash_backward,
 }
 
@@ -92,5 +126,7 @@ def cpu_attention(
 @contextmanager
 def attention_of(kind: str) -> Iterator[None]:
     """Let meta tensors take the attention kernel of a CUDA device or a CPU."""
-    with patch.object(torch.nn.functional, "scaled_dot_product_attention", cuda_attention if kind == "cuda" else cpu_attention):
+    with patch.object(
+        torch.nn.functional, "scaled_dot_product_attention", cuda_attention if kind == "cuda" else cpu_attention
+    ):
         yield

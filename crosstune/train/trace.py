@@ -19,15 +19,22 @@ from crosstune.memory.allocator import Event
 
 # (the operator's arguments) → sizes of what its CUDA kernel allocates and frees while it runs
 Temporaries = Callable[[tuple[Any, ...], Mapping[str, Any]], list[int]]
+StandIn = Callable[..., Any]  # an operator whose results' shapes hang on values, which meta tensors lack
 META = torch.device("meta")
 
 
 class Tracker(TorchDispatchMode):
     """A dispatch mode that writes `trace`. Only meta tensors count; a copy to the CPU gives zeros."""
 
-    def __init__(self, hidden: Mapping[str, Temporaries] | None = None, *, answer: bool = True) -> None:
+    def __init__(
+        self,
+        hidden: Mapping[str, Temporaries] | None = None,
+        stand_ins: Mapping[str, StandIn] | None = None,
+        *,
+        answer: bool = True,
+    ) -> None:
         super().__init__()
-        self.hidden = hidden or {}
+        self.hidden, self.stand_ins = hidden or {}, stand_ins or {}
         self.answer = answer  # what a bool tensor says when Python code asks for its value
         self.trace: list[Event] = []
         self.live: dict[int, tuple[int, int, Any]] = {}  # storage → (key, bytes, weak reference)
@@ -76,7 +83,7 @@ class Tracker(TorchDispatchMode):
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         rule = self.hidden.get(func._schema.name)
         inside = [(self._born(count), count) for count in rule(args, kwargs)] if rule else []
-        out = func(*args, **kwargs)
+        out = self.stand_ins.get(func._schema.name, func)(*args, **kwargs)
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self.track(tensor)

@@ -1,0 +1,164 @@
+"""The project's own build and training step on meta tensors, traced: what a plan is checked against.
+
+Nothing is loaded and nothing is computed, so any computer can rehearse any model in seconds; and as the functions that
+run here are those that train, the plan can't drift from the code. The trace is replayed through a model of CUDA's
+caching allocator (`memory/allocator.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+
+from crosstune.data.batches import Batch
+from crosstune.memory.allocator import Event, Replay, replay
+from crosstune.memory.estimate import Settings
+from crosstune.memory.gpus import Machine
+from crosstune.model import head
+from crosstune.model.attach import Slots, attached, resolve_targets
+from crosstune.model.base import DTYPES, Base
+from crosstune.recipe import Evaluate, Lora, Train
+from crosstune.train import step as training
+from crosstune.train.kernels import CUDA_TEMPORARIES, STAND_INS, attention_of
+from crosstune.train.lane import Lane, LaneJob
+from crosstune.train.optimizer import LaneAdamW
+from crosstune.train.quantized import quantize_linears
+from crosstune.train.trace import META, Tracker
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A trace of the base, the lanes, two optimizer steps and an evaluation."""
+
+    trace: tuple[Event, ...]
+    machine: Machine
+
+    def replay(self, *, expandable: bool = False, limit: int | None = None) -> Replay:
+        """What PyTorch's allocator would show on the device."""
+        half = self.machine.cublas_bytes // 2
+        return replay(self.trace, expandable=expandable, limit=limit, first=(half, half) if half else ())
+
+    @property
+    def used_bytes(self) -> int:
+        """What the device would show as used."""
+        return self.replay().peak_reserved + self.machine.context_bytes
+
+
+def rehearse(
+    config: Mapping[str, Any], settings: Settings, machine: Machine, *, passes: int = 2, evaluate_tokens: int = 0
+) -> Rehearsal:
+    """Run two optimizer steps of `passes` passes each, and a batch of an evaluation, as `settings` say.
+
+    `config`: the mapping in the model's config.json.
+    """
+    hidden = CUDA_TEMPORARIES if machine.kind == "cuda" else {}
+    tracker = Tracker(hidden, STAND_INS)
+    with _as_on(machine.kind), tracker:
+        base = meta_base(config, settings)
+        tracker.track_module(base.model)
+        tracker.trace.append(("empty", 0, 0))
+        tracker.mark("base")
+        job = _job(base, settings)
+        with attached(base, [job.spec] * settings.lanes, checkpointed_layers=settings.checkpointed) as slots:
+            optimizer = LaneAdamW(slots, [job.train] * settings.lanes)
+            lanes = [Lane(job, [], (), 2) for _ in range(settings.lanes)]
+            tracker.mark("lanes")
+            batches = [_batch(settings, settings.micro_batch, dropout=settings.dropout)] * passes
+            with _marked(tracker, base, optimizer):
+                for _ in range(2):
+                    training.train_step(slots, optimizer, lanes, batches)
+            if evaluate_tokens:
+                _evaluate(slots, settings, evaluate_tokens)
+                tracker.mark("evaluation")
+    trace = tuple(tracker.trace)
+    gc.collect()
+    return Rehearsal(trace, machine)
+
+
+def meta_base(config: Mapping[str, Any], settings: Settings) -> Base:
+    """The base as `load_base` would leave it, without data."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    known = AutoConfig.for_model(config["model_type"], **values)
+    dtype = DTYPES[settings.precision]
+    with META:
+        model = AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation="sdpa")
+    base = Base(model, None, META, dtype, known.model_type)
+    if settings.quantization != "none":
+        quantize_linears(base, settings.quantization, double_quant=settings.double_quant)
+    base.freeze()
+    return base
+
+
+def _job(base: Base, settings: Settings) -> LaneJob:
+    names: str | Sequence[str] = [linear.name for linear in settings.targets] or "all-linear"
+    lora = Lora(rank=settings.rank, dropout=0.1 if settings.dropout else 0.0)
+    targets = resolve_targets(base, names)
+    return LaneJob(0, 0, lora, Train(), Evaluate(), (0,), (), targets)
+
+
+def _batch(settings: Settings, rows: int, *, dropout: bool = False) -> Batch:
+    """A pass of the longest rows, each of whose tokens is a target."""
+    lanes, width = settings.lanes, settings.tokens
+    targets = (lanes, rows * (width - 1))
+    keys = np.zeros((lanes, rows * width), np.int32) if dropout else None
+    zeros = np.zeros(targets, np.int64)
+    return Batch(
+        np.zeros((lanes * rows, width), np.int64), None, zeros, zeros, np.zeros(targets, np.float32), zeros, keys,
+        lanes * rows * width,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def _evaluate(slots: Slots, settings: Settings, tokens: int) -> None:
+    """A batch as `score_lanes` makes it."""
+    rows = max(1, tokens // (settings.lanes * settings.tokens))
+    batch = training.DeviceBatch.of(_batch(settings, rows), META)
+    slots.begin_pass(None)
+    hidden_NTH = slots.base.hidden(batch.ids_NT)
+    training.head_loss(slots.base, hidden_NTH, batch.index_KS, batch.target_KS, batch.weight_KS)
+
+
+@contextmanager
+def _as_on(kind: str) -> Iterator[None]:
+    """Let code that asks for the device's type take the branch of `kind`."""
+    with ExitStack() as stack:
+        stack.enter_context(attention_of(kind))
+        stack.enter_context(patch.dict(head.CHUNK_BYTES, {"meta": head.CHUNK_BYTES[kind]}))
+        yield
+
+
+@contextmanager
+def _marked(tracker: Tracker, base: Base, optimizer: LaneAdamW) -> Iterator[None]:
+    """Mark the ends of forward, head, backward and optimizer."""
+    real_loss, real_step = training.head_loss, optimizer.step
+
+    def loss(*args: Any) -> Any:
+        out = real_loss(*args)
+        tracker.mark("head")
+        return out
+
+    def step(*args: Any) -> Any:
+        tracker.mark("backward")
+        out = real_step(*args)
+        tracker.mark("optimizer")
+        return out
+
+    def forward_ended(module: nn.Module, args: Any, out: Any) -> None:
+        tracker.mark("forward")
+
+    hook = base.decoder.register_forward_hook(forward_ended)
+    try:
+        with patch.object(training, "head_loss", loss), patch.object(optimizer, "step", step):
+            yield
+    finally:
+        hook.remove()

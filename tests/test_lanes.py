@@ -65,6 +65,20 @@ def test_how_a_step_is_cut_into_passes_and_recomputed_changes_only_rounding(base
         np.testing.assert_allclose(usual.lane(fold).losses, other.lane(fold).losses, rtol=1e-5)
 
 
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_exactly_the_checkpointed_layers_are_computed_twice(base, layers):
+    calls = [0, 0]
+    handles = [layer.mlp.register_forward_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1)) for i, layer in enumerate(base.decoder_layers)]
+    try:
+        job = fold_job(base, 0, max_steps=1)
+        run(base, [job], random_tokens(), PlanOf(4, layers))
+    finally:
+        for handle in handles:
+            handle.remove()
+    scored = calls[1] - 1 - (layers > 1)
+    assert [count - scored for count in calls] == [1 + (i < layers) for i in range(2)]
+
+
 @pytest.mark.parametrize("lane", [0, 1, 2])
 def test_a_lanes_loss_has_exactly_zero_gradient_on_the_other_lanes(base, lane):
     tokens = random_tokens()

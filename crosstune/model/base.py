@@ -46,7 +46,7 @@ class Base:
         return [module for module in self.decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> Any:
         """The output head as it stands now (a LaneLinear if adapted)."""
         return self.model.get_output_embeddings()
 

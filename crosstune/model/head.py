@@ -10,11 +10,11 @@ Shapes: K lanes, S target positions of a lane (padded, weight 0), H hidden, V vo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -48,8 +48,8 @@ def head_loss(base: Base, hidden_NTH: Tensor, index_KS: Tensor, target_KS: Tenso
     rows = chunk_rows(base.vocab_size, hidden_NTH.device.type)
     head = base.head
     if isinstance(head, LaneLinear) and not head.now.bypass:
-        return _adapted(base, hidden_KSH, target_KS, weight_KS, max(1, rows // num_lanes))
-    linear = head.base if isinstance(head, LaneLinear) else head
+        return _adapted(base, head, (hidden_KSH, index_KS, target_KS, weight_KS), max(1, rows // num_lanes))
+    linear: Any = head.base if isinstance(head, LaneLinear) else head
     factor, cap = base.logit_rule()
     flat = (hidden_KSH.reshape(-1, hidden_size), target_KS.reshape(-1), weight_KS.reshape(-1))
     weighted, nll, hit = _Frozen.apply(*flat, linear.weight, linear.bias, (factor, cap, rows))
@@ -112,18 +112,24 @@ class _Frozen(torch.autograd.Function):
         return grad_SH * grad.to(grad_SH.dtype), None, None, None, None, None
 
 
-def _adapted(base: Base, hidden_KSH: Tensor, target_KS: Tensor, weight_KS: Tensor, rows: int) -> HeadLoss:
-    head: nn.Module = base.head
+def _adapted(base: Base, head: LaneLinear, given: tuple[Tensor, Tensor, Tensor, Tensor], rows: int) -> HeadLoss:
+    hidden_KSH, index_KS, target_KS, weight_KS = given
     factor, cap = base.logit_rule()
+    dropout = head.now.dropout
+    key_KS = None if dropout is None else dropout.key_KS.gather(1, index_KS)
 
-    def judge(hidden_KCH: Tensor, target_KC: Tensor) -> tuple[Tensor, Tensor]:
+    def judge(hidden_KCH: Tensor, target_KC: Tensor, key_KC: Tensor | None) -> tuple[Tensor, Tensor]:
+        if dropout is not None and key_KC is not None:  # the head sees target positions only, not all of the pass
+            head.now.dropout = replace(dropout, key_KS=key_KC)
         logits = _to_logits(head(hidden_KCH), factor, cap).flatten(0, 1)
+        head.now.dropout = dropout
         _, nll, hit = _judge(logits, target_KC.reshape(-1))
         return nll.view_as(target_KC), hit.view_as(target_KC)
 
     losses, hits = [], []
     for start in range(0, target_KS.shape[1], rows):
-        part = (hidden_KSH[:, start : start + rows], target_KS[:, start : start + rows])
+        stop = start + rows
+        part = (hidden_KSH[:, start:stop], target_KS[:, start:stop], None if key_KS is None else key_KS[:, start:stop])
         if torch.is_grad_enabled():
             nll, hit = checkpoint(judge, *part, use_reentrant=False, preserve_rng_state=False)
         else:

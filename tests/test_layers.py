@@ -9,9 +9,12 @@ import pytest
 
 ORDER = """
     errors interrupt units yaml_text options mistakes recipe progress
-    stats.intervals stats.bootstrap stats.comparison stats.curve sweep pruning search metrics.text metrics.choice compare
-    data.rows data.load data.render data.tokens data.lint.fault data.batches splits
+    stats.intervals stats.bootstrap stats.comparison stats.curve sweep pruning search metrics.text metrics.choice compare suspects
+    data.rows data.load data.render data.tokens data.batches splits
     memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.plan
+    data.lint.fault data.lint.faults_file data.lint.faults_rows data.lint.faults_tokens data.lint.faults_folds data.lint.faults_settings
+    data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.csv_words data.lint.duplicates data.lint.lengths
+    data.lint.balance data.lint.embedding data.lint.settings data.lint.report data.lint.rowpass data.lint.onepass
     store.files store.secrets store.journal store.lock store.same store.run
     model.device model.lora model.base model.attach model.head
     train.lane train.optimizer train.step train.evaluate train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave train.recover

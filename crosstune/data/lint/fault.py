@@ -1,0 +1,54 @@
+"""`Fault`: what one finding code means. Feeds the findings' severity and fix, the documentation and its tests.
+
+Knows nothing of how a fault is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crosstune.errors import Finding, Place, Severity
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One code. `bad` is the smallest input that has the fault, `good` the same input put right.
+
+    Both are the text of `file` (for .yaml: lines of the recipe); `under` are recipe overrides they are read with.
+    """
+
+    code: str
+    severity: Severity
+    title: str
+    why: str
+    fix: str
+    bad: str | bytes = ""
+    good: str | bytes = ""
+    under: tuple[str, ...] = ()
+    file: str = "rows.jsonl"
+    source: str = ""
+
+    def found(
+        self,
+        message: str,
+        rows: Sequence[int] = (),
+        where: Place | None = None,
+        *,
+        fix: str = "",
+        severity: Severity | None = None,
+    ) -> Finding:
+        """A finding of this code. `severity` only where the same fault weighs less in some settings."""
+        numbers = tuple(int(row) for row in rows)
+        return Finding(
+            code=self.code,
+            severity=severity or self.severity,
+            message=message,
+            fix=fix or self.fix,
+            rows=numbers[:MOST_ROWS],
+            count=len(numbers),
+            where=where or Place(),
+        )
+
+
+MOST_ROWS = 1000  # row numbers a finding carries; `count` has the true number

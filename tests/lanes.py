@@ -52,7 +52,8 @@ def fp32_base(folder: Path) -> Base:
 def fold_job(base: Base, fold: int, *, k: int = 4, num_rows: int = NUM_ROWS, lora: Any = None, trial: int = 0, **train: Any) -> LaneJob:
     """Fold `fold` of `k`: every k-th row is held out."""
     given = {"rank": 4, "alpha": 8, "dropout": 0.1, **(lora or {})}
-    settings = {"epochs": 2, "learning_rate": 5e-3, "batch_size": 4, "seed": 7, **train}
+    long = {} if "max_steps" in train else {"epochs": 2}
+    settings = {**long, "learning_rate": 5e-3, "batch_size": 4, "seed": 7, **train}
     held_out = tuple(range(fold, num_rows, k))
     rows = tuple(row for row in range(num_rows) if row not in held_out)
     section = Lora(**given)

@@ -60,6 +60,12 @@ def jobs(base: Base) -> list[LaneJob]:
     ]
 
 
+@pytest.fixture(scope="module")
+def want(base: Base, jobs: list[LaneJob]) -> Outcome:
+    """What the lanes report when left alone."""
+    return run(base, jobs, TOKENS)
+
+
 def go(
     base: Base, jobs: Sequence[LaneJob], folder: Path, outcome: Outcome, progress: Any, every: int | str = 1
 ) -> Interrupts:

@@ -10,7 +10,8 @@ import pytest
 ORDER = """
     errors interrupt units yaml_text options mistakes recipe progress
     stats.intervals stats.bootstrap stats.comparison stats.curve sweep pruning search metrics.text metrics.choice compare suspects
-    data.rows data.load data.render data.tokens data.batches splits
+    data.rows data.files data.shapes data.load data.template data.render data.tokenizer data.tokens data.batches
+    fold_units splits
     memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.plan
     data.lint.fault data.lint.faults_file data.lint.faults_rows data.lint.faults_tokens data.lint.faults_folds data.lint.faults_settings
     data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.csv_words data.lint.duplicates data.lint.lengths
@@ -19,7 +20,8 @@ ORDER = """
     model.device model.lora model.base model.attach model.head
     train.lane train.optimizer train.step train.evaluate train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave train.recover
     workers.waves workers.local
-    export.folder export.card export.adapter export.weights
+    export.folder export.card export.weights export.turns export.serve export.adapter export.saved export.merger
+    export.companions export.verify export.quantize export.origin export.merge
     report crossval score_table demo_model demo init cli
 """.split()  # noqa: SIM905
 NEEDS_TORCH = ("model", "train", "workers", "export")

@@ -1,0 +1,94 @@
+"""Column values as what splitters need: rows that stay together, classes, points in time, fold names.
+
+Knows nothing of splitters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Sequence
+from datetime import date, datetime
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.errors import DataError
+
+
+def stay_together(keys: Sequence[Sequence[Hashable]]) -> list[int]:
+    """Numbers such that positions with an equal key in any of the sequences have the same one, by first appearance."""
+    parent = list(range(len(keys[0])))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for sequence in keys:
+        first: dict[Hashable, int] = {}
+        for i, key in enumerate(sequence):
+            a, b = root(first.setdefault(key, i)), root(i)
+            parent[max(a, b)] = min(a, b)
+    names: dict[int, int] = {}
+    return [names.setdefault(root(i), len(names)) for i in range(len(parent))]
+
+
+def group_keys(groups: Sequence[Any]) -> list[Hashable]:
+    return [("row", i) if is_null(group) else ("group", hashable(group)) for i, group in enumerate(groups)]
+
+
+def is_null(value: Any) -> bool:
+    return value is None or value == "" or (isinstance(value, float) and value != value)
+
+
+def hashable(value: Any) -> Hashable:
+    if is_null(value):
+        return None
+    return json.dumps(value, sort_keys=True, default=str) if isinstance(value, list | dict) else value
+
+
+def class_codes(values: Sequence[Any]) -> NDArray[np.int64]:
+    """Classes as numbers, by first appearance: scikit-learn then gives the split it gives for the values themselves."""
+    names: dict[Hashable, int] = {}
+    return np.array([names.setdefault(hashable(value), len(names)) for value in values], dtype=np.int64)
+
+
+def fold_labels(labels: Iterable[Hashable]) -> list[Any]:
+    """Distinct fold names in order, numbers as numbers; -1 is no fold, as in scikit-learn's PredefinedSplit."""
+    distinct = {label for label in labels if label is not None and str(label) != "-1"}
+    if all(str(label).isdecimal() for label in distinct):
+        return sorted(distinct, key=lambda label: int(str(label)))
+    return sorted(distinct, key=str)
+
+
+def points_in_time(values: Sequence[Any], numbers: Sequence[int], by: str) -> list[float]:
+    """Points in time as numbers: numbers, dates, or text that is a number or an ISO date."""
+    times = []
+    for value, number in zip(values, numbers, strict=True):
+        if isinstance(value, str):
+            value = _time_of(value.strip())
+        if isinstance(value, date) and not isinstance(value, datetime):
+            value = datetime(value.year, value.month, value.day)
+        if isinstance(value, datetime):
+            value = (
+                value.replace(tzinfo=None) - (value.utcoffset() or datetime.min - datetime.min) - datetime(1970, 1, 1)
+            ).total_seconds()
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+            raise DataError(
+                f"row {number}: {by!r} is no point in time", "Write it as a number or an ISO date such as 2024-07-26."
+            )
+        times.append(float(value))
+    return times
+
+
+def _time_of(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None

@@ -16,13 +16,13 @@ import numpy as np
 
 from crosstune.asked import Asked, gather
 from crosstune.data.load import Rows, load_rows
-from crosstune.data.tokenizer import load_tokenizer
+from crosstune.data.tokenizer import ready_tokenizer
 from crosstune.data.tokens import Tokens, tokenize
 from crosstune.errors import DeviceError, refuse
 from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.memory.plan import Plan, plan_memory
 from crosstune.memory.shape import ModelShape
-from crosstune.progress import Progress, choose_progress
+from crosstune.progress import Progress, choose_progress, stage
 from crosstune.recipe import Recipe
 from crosstune.result import Result, make_report, write_out_of_fold, write_scores
 from crosstune.splits import Fold, split_rows
@@ -31,7 +31,7 @@ from crosstune.sweep import Trial, expand
 
 if TYPE_CHECKING:
     from crosstune.model.base import Base
-    from crosstune.model.device import Chosen
+    from crosstune.model.device import Place
     from crosstune.train.lane import LaneJob
 
 WIDTHS = ("device.lanes", "device.micro_batch", "device.checkpointing")
@@ -83,16 +83,15 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
                 return Result(run.folder, make_report(run))
             planned = next(iter(reversed(run.events("plan"))), {})
 
-    tokenizer, config = _tokenizer_and_config(asked)
+    config = _config(asked)
     shape = ModelShape.from_config(config)
-    tokens = tokenize(rows, tokenizer, recipe.data, cache=_cache(), progress=progress, limit=_limit(config, tokenizer))
-    refuse([finding for finding in tokens.findings if finding.code not in recipe.lint.allow])
-    chosen = _choose_device(asked)
-    progress.say(f"device {chosen.device}, {chosen.precision}: {chosen.reason}")
-    plan = _plan_as_before(planned, recipe, shape, tokens, trials, folds, chosen, progress)
+    tokenizer, tokens = _encode(asked, rows, config, progress)
+    place = _choose_place(asked)
+    progress.say(f"device: {place}")
+    plan = _plan_as_before(planned, recipe, shape, tokens, trials, folds, place, progress)
     progress.say(f"plan: {plan}")
 
-    base = _base(asked, tokenizer, chosen, progress)
+    base = _base(asked, tokenizer, place, progress)
     try:
         jobs = _jobs(base, trials, folds)
         with _open_run(recipe, rows, tokens) as run:
@@ -159,12 +158,36 @@ def _open_run(recipe: Recipe, rows: Rows, tokens: Tokens | None = None) -> Run:
     return Run.open(recipe.output, recipe=recipe, data_hashes=rows.hashes, rows=numbers, prints=prints)
 
 
-def _tokenizer_and_config(asked: Asked) -> tuple[Any, dict[str, Any]]:
+def _config(asked: Asked) -> dict[str, Any]:
     if asked.model is not None:
-        return asked.tokenizer, asked.model.config.to_dict()
+        return dict(asked.model.config.to_dict())
     from crosstune.model.base import load_config
 
-    return asked.tokenizer or load_tokenizer(asked.recipe.model), load_config(asked.recipe.model)
+    return load_config(asked.recipe.model)
+
+
+def _encode(asked: Asked, rows: Rows, config: Mapping[str, Any], progress: Progress) -> tuple[Any, Tokens]:
+    """The tokenizer with its padding and stop tokens, and all rows encoded."""
+    recipe = asked.recipe
+    ready = ready_tokenizer(recipe.model, asked.tokenizer)
+    limit = _limit(config, ready.tokenizer)
+    with stage(progress, "tokenise", len(rows)):
+        done = 0
+
+        def tick(rows_done: int, _: int) -> None:
+            nonlocal done
+            progress.advance(rows_done - done)
+            done = rows_done
+
+        tokens = tokenize(
+            rows, ready.tokenizer, recipe.data, cache=_cache(), progress=tick, limit=limit, stop_ids=ready.stop_ids
+        )
+    findings = [*ready.findings, *tokens.findings]
+    for finding in findings:
+        if finding.severity != "error":
+            progress.say(f"{finding.severity}: {finding.message}")
+    refuse([finding for finding in findings if finding.code not in recipe.lint.allow])
+    return ready.tokenizer, tokens
 
 
 def _limit(config: Mapping[str, Any], tokenizer: Any) -> int:
@@ -179,17 +202,20 @@ def _cache() -> Path | None:
     return Path(place).expanduser() / "tokens" if place else None
 
 
-def _choose_device(asked: Asked) -> Chosen:
-    from crosstune.model.device import Chosen, choose_device
+def _choose_place(asked: Asked) -> Place:
+    """Device and precision: as the recipe asks, or those of a model that was passed in."""
+    from crosstune.memory.precision import Choice, attention_kernel
+    from crosstune.model.base import DTYPES, adopt
+    from crosstune.model.device import Place, choose_device, machine_of
 
     if asked.model is None:
         return choose_device(asked.recipe.device)
-    from crosstune.model.base import DTYPES, adopt
-
     base = adopt(asked.model, asked.tokenizer)
     base.release()
     precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
-    return Chosen(base.device, precision, "as the model that was passed in")
+    machine = machine_of(base.device)
+    why = "as the model that was passed in"
+    return Place(base.device, machine, Choice(precision, why), attention_kernel(machine, precision))
 
 
 def _plan_as_before(
@@ -199,7 +225,7 @@ def _plan_as_before(
     tokens: Tokens,
     trials: Sequence[Trial],
     folds: Sequence[Fold],
-    chosen: Chosen,
+    place: Place,
     progress: Progress,
 ) -> Plan:
     """The plan with which the run began, if it still fits: other widths give the same results to rounding only."""
@@ -208,14 +234,14 @@ def _plan_as_before(
         kept = {name: value for name, value in before.items() if getattr(recipe.device, name) == "auto"}
         device = recipe.device.model_copy(update=kept)
         try:
-            return _plan(recipe.model_copy(update={"device": device}), shape, tokens, trials, folds, chosen)
+            return _plan(recipe.model_copy(update={"device": device}), shape, tokens, trials, folds, place)
         except DeviceError as error:
             progress.say(f"the plan with which this run began no longer fits: {error.problem}")
-    return _plan(recipe, shape, tokens, trials, folds, chosen)
+    return _plan(recipe, shape, tokens, trials, folds, place)
 
 
 def _plan(
-    recipe: Recipe, shape: ModelShape, tokens: Tokens, trials: Sequence[Trial], folds: Sequence[Fold], chosen: Chosen
+    recipe: Recipe, shape: ModelShape, tokens: Tokens, trials: Sequence[Trial], folds: Sequence[Fold], place: Place
 ) -> Plan:
     from crosstune.model.device import free_bytes
 
@@ -226,20 +252,21 @@ def _plan(
         lengths=lengths,
         num_lanes=len(trials) * len(folds),
         ranks=[trial.recipe.lora.rank for trial in trials],
-        free_bytes=free_bytes(chosen.device),
-        device_kind=chosen.device.type,
-        precision=chosen.precision,
+        free_bytes=free_bytes(place.device),
+        device_kind=place.device.type,
+        precision=place.precision.value,
+        machine=place.machine,
     )
 
 
-def _base(asked: Asked, tokenizer: Any, chosen: Chosen, progress: Progress) -> Base:
+def _base(asked: Asked, tokenizer: Any, place: Place, progress: Progress) -> Base:
     from crosstune.model.base import adopt, load_base
 
     if asked.model is not None:
         return adopt(asked.model, tokenizer)
     progress.start("load")
     try:
-        return load_base(asked.recipe.model, tokenizer, device=chosen.device, precision=chosen.precision)
+        return load_base(asked.recipe.model, tokenizer, device=place.device, precision=place.precision.value)
     finally:
         progress.stop()
 

@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
-from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-from crosstune.export.card import model_card
-from crosstune.export.folder import new_folder
+from crosstune.export.card import model_card, public_name, versions
+from crosstune.export.folder import new_folder, write_checksums
+from crosstune.export.serve import serve_section, write_modelfile
+from crosstune.export.weights import write_tensors
 from crosstune.recipe import Lora
+from crosstune.store.secrets import redact_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WEIGHTS, CONFIG, GENERATION = "adapter_model.safetensors", "adapter_config.json", "generation_config.json"
+FACTS = "crosstune.json"  # the card's facts, for machines
+BASE_CHECKSUMS = "BASE_SHA256SUMS"  # the base's weight files, as they were when the adapter was trained
 KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
 
 
@@ -38,6 +42,7 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase | None,
     stop_ids: Iterable[int],
     card: Mapping[str, Any],
+    base_files: Mapping[str, str] | None = None,
 ) -> None:
     """Write a folder that `PeftModel.from_pretrained`, vLLM and llama.cpp's converter open.
 
@@ -48,21 +53,27 @@ def save_adapter(
     base_name     hub id or folder, kept in the config so that PEFT finds the base; the card shows no path
     stop_ids      every token that ends an answer; all of them go into generation_config.json
     card          facts for README.md: plain values, and mappings, which become tables of their own
+    base_files    SHA-256 of the base's weight files (`weights_checksums`): merging into others is then refused
     """
     names = sorted(set(target_names))
     _assert_whole(tensors, lora, names)
-    with new_folder(folder) as work:
-        save_file(
-            {key: tensor.detach().to("cpu", torch.float32).contiguous() for key, tensor in tensors.items()},
-            work / WEIGHTS,
-            metadata={"format": "pt"},
-        )
+    with new_folder(folder, marker=CONFIG) as work:
+        plain = {key: tensor.detach().to("cpu", torch.float32).contiguous() for key, tensor in tensors.items()}
+        write_tensors(work / WEIGHTS, plain)
         write_json(work / CONFIG, peft_config(lora, names, base_name))
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
-        write_generation_config(work, GenerationConfig(), tokenizer, stop_ids)
-        text = model_card(card, base_name=base_name, kind="adapter")
+            write_modelfile(work, tokenizer, stop_ids, source={"FROM": public_name(base_name), "ADAPTER": "."})
+        write_generation_config(work, tokenizer, stop_ids)
+        if base_files:
+            sums = "".join(f"{digest}  {name}\n" for name, digest in sorted(base_files.items()))
+            (work / BASE_CHECKSUMS).write_text(sums, encoding="utf-8")
+        facts = redact_tree(dict(card))
+        write_json(work / FACTS, {"base": base_name, "card": facts, "versions": versions()})
+        serve = serve_section("adapter", base_name=base_name, rank=lora.rank)
+        text = model_card(facts, base_name=base_name, kind="adapter", serve=serve)
         (work / "README.md").write_text(text, encoding="utf-8")
+        write_checksums(work)
 
 
 def peft_config(lora: Lora, target_names: Sequence[str], base_name: str) -> dict[str, Any]:
@@ -83,24 +94,17 @@ def peft_config(lora: Lora, target_names: Sequence[str], base_name: str) -> dict
     return {key: sorted(value) if isinstance(value, set) else value for key, value in fields.items()}
 
 
-def write_generation_config(
-    folder: Path,
-    config: GenerationConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    stop_ids: Iterable[int],
-) -> None:
-    """generation_config.json: `config` with every stop token, and the tokenizer's BOS and padding.
+def write_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase | None, stop_ids: Iterable[int]) -> None:
+    """generation_config.json with every stop token, and the tokenizer's BOS and padding.
 
     One missing stop token and the model talks on to the length limit (meta-llama/llama-cookbook#640).
     """
-    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     own = [] if tokenizer is None else [tokenizer.eos_token_id]
-    stops = sorted({int(token) for token in [*known, *own, *stop_ids] if token is not None})
-    config.eos_token_id = stops or None
+    stops = sorted({int(token) for token in [*own, *stop_ids] if token is not None})
+    fields: dict[str, Any] = {"eos_token_id": stops or None}
     if tokenizer is not None:
-        config.bos_token_id = tokenizer.bos_token_id
-        config.pad_token_id = tokenizer.pad_token_id
-    config.save_pretrained(folder)
+        fields |= {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    GenerationConfig(**fields).save_pretrained(folder)
 
 
 def write_json(file: Path, tree: Mapping[str, Any]) -> None:

@@ -14,28 +14,38 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from crosstune.errors import RunError
+from crosstune.store.files import guard, sync_folder
 
 CHECKSUMS = "SHA256SUMS"
 
 
 @contextmanager
-def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def new_folder(path: str | os.PathLike[str], *, marker: str) -> Iterator[Path]:
     """Yield an empty folder to fill; it takes the place of `path` when the block ends, and vanishes if the block fails.
 
-    A folder that already stands at `path` is replaced; a file there is refused.
+    A folder at `path` is replaced only if it is empty or holds a file `marker`, which tells that we wrote it.
     """
     final = Path(path)
-    if final.exists() and not final.is_dir():
-        raise RunError(f"{str(final)!r} is a file, and a folder is to be written there", "Choose another place.")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+    refuse_occupied(final, marker=marker)
+    with guard("writing", final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
     try:
         yield work
-        work.chmod(0o777 & ~_umask())  # mkdtemp gives 0700; the result should read like any other folder
-        _flush(work)
-        _put(work, final)
+        with guard("writing", final):
+            work.chmod(0o777 & ~_umask())  # mkdtemp gives 0700; the result should read like any other folder
+            _flush(work)
+            _put(work, final)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def refuse_occupied(path: Path, *, marker: str) -> None:
+    """Refuse a place whose content isn't ours to replace."""
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{str(path)!r} is a file, and a folder is to be written there", "Choose another place.")
+    if path.is_dir() and any(path.iterdir()) and not (path / marker).is_file():
+        raise RunError(f"{str(path)!r} holds files that crosstune didn't write", "Choose another place, or empty it.")
 
 
 def write_checksums(folder: Path) -> Path:
@@ -71,23 +81,23 @@ def sha256(file: Path) -> str:
 def _put(work: Path, final: Path) -> None:
     if not final.exists():
         work.replace(final)
+        sync_folder(final.parent)
         return
     # A non-empty folder can't be renamed over: the old one steps aside first, and is deleted last.
     old = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.old."))
     final.replace(old)
     work.replace(final)
+    sync_folder(final.parent)
     shutil.rmtree(old)
 
 
 def _flush(folder: Path) -> None:
-    for place in [*sorted(folder.rglob("*")), folder]:
-        if place.is_dir() and os.name == "nt":  # Windows can't open a folder to flush it
-            continue
-        handle = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    """Flush every file to the disk, then the folders that name them."""
+    for file in sorted(place for place in folder.rglob("*") if place.is_file()):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    for place in [*(place for place in folder.rglob("*") if place.is_dir()), folder]:
+        sync_folder(place)
 
 
 def _umask() -> int:

@@ -1,0 +1,59 @@
+"""Quantised copies of a plain model folder, and plain copies of a quantised one (on a CPU too)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from crosstune.errors import MissingExtra
+from crosstune.export.verify import quiet_loading
+
+Quantization = Literal["none", "nf4", "int8"]
+
+
+def quantized_model(folder: Path, kind: Quantization, *, device: torch.device, dtype: torch.dtype) -> Any:
+    """The plain model in `folder` with its linear layers (not the head) in NF4 with double quantisation, or int8."""
+    options: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}, "quantization_config": _config(kind, dtype)}
+    with quiet_loading():
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def write_quantized(folder: Path, out: Path, kind: Quantization, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Write the model of `folder` to `out`, quantised, as transformers and vLLM open it."""
+    with quiet_loading():
+        quantized_model(folder, kind, device=device, dtype=dtype).save_pretrained(out)
+
+
+def write_plain(source: Path, out: Path, dtype: torch.dtype) -> None:
+    """Write the quantised folder or .gguf file `source` to `out` in 16 or 32 bit; the whole model is in memory."""
+    with quiet_loading():
+        if source.suffix == ".gguf":
+            model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype)
+            AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
+        else:
+            need_bitsandbytes()
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map={"": "cpu"}).dequantize()
+        model.to(dtype=dtype).save_pretrained(out)
+
+
+def need_bitsandbytes() -> None:
+    """Raise MissingExtra if bitsandbytes isn't there."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise MissingExtra("bitsandbytes", "quant") from None
+
+
+def _config(kind: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
+    need_bitsandbytes()
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )

@@ -1,0 +1,301 @@
+"""A saved PEFT adapter as what it does to each weight of the base, one weight at a time.
+
+PEFT itself, on a base without memory (meta tensors), says which keys must be there, with what shape and scale; the
+formulas below are those of its `merge` (LoRA, DoRA, embeddings, whole modules, single token rows).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from crosstune.errors import ModelError
+from crosstune.export.adapter import BASE_CHECKSUMS, CONFIG, FACTS, WEIGHTS
+from crosstune.export.folder import wrong_checksums
+from crosstune.export.weights import first_line
+
+PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """W + scale·B·A of one weight; DoRA then gives each output row the length in `magnitude`."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
+    is_transposed: bool = False  # Conv1D and embeddings store the weight as (in, out)
+    magnitude_O: Tensor | None = None
+    own_weight: Tensor | None = None  # the base's weight as PEFT saves it with the adapter after a resize
+
+    def shape(self, base_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return base_shape if self.own_weight is None else tuple(self.own_weight.shape)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The changed weight in fp32."""
+        weight = weight if self.own_weight is None else self.own_weight
+        delta = (self.b_OR.float() @ self.a_RI.float()) * self.scale
+        changed = weight.float() + (delta.T if self.is_transposed else delta)
+        if self.magnitude_O is None:
+            return changed
+        length = torch.linalg.norm(changed, dim=0 if self.is_transposed else 1)
+        factor = self.magnitude_O.float() / length
+        return changed * (factor if self.is_transposed else factor[:, None])
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A whole tensor trained instead of adapted (modules_to_save, biases, a resized embedding)."""
+
+    tensor: Tensor
+
+    def shape(self, base_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        return self.tensor.float()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of an embedding trained (PEFT's trainable_token_indices)."""
+
+    indices: tuple[int, ...]
+    rows: Tensor
+
+    def shape(self, base_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return base_shape
+
+    def merged(self, weight: Tensor) -> Tensor:
+        changed = weight.float().clone()
+        changed[list(self.indices)] = self.rows.float()
+        return changed
+
+
+Change = LowRank | Replaced | Rows
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter whose keys and shapes were checked against its base."""
+
+    folder: Path
+    config: LoraConfig
+    changes: Mapping[str, Change]  # name of the base's parameter → what happens to it
+    vocab_size: int  # embedding rows of base + adapter
+    input_embedding: str  # parameter names, for tied bases
+    output_embedding: str
+    prefix: str  # transformers' base_model_prefix: some files name their tensors without it
+    names: frozenset[str]  # every parameter of the base
+    layers: int  # adapted layers
+
+
+def adapter_folder(source: str | Path) -> Path:
+    """The folder of a PEFT adapter: `source` itself, or the one fit of a run."""
+    place = Path(source).expanduser()
+    if (place / CONFIG).is_file():
+        return place
+    for inside in (place / "adapter", place / "best" / "adapter"):
+        if (inside / CONFIG).is_file():
+            return inside
+    fits = sorted(config.parent for config in place.glob(f"lanes/*/all/adapter/{CONFIG}"))
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        raise ModelError(f"{str(source)!r} holds {len(fits)} fits", f"Name one: {', '.join(str(fit) for fit in fits)}.")
+    if any(place.glob(f"lanes/*/*/adapter/{CONFIG}")):
+        raise ModelError(
+            f"{str(source)!r} holds adapters of folds, each trained without a part of the rows, and no fit on all rows",
+            "Fit the winner first (crosstune fit), or name one adapter's folder.",
+        )
+    raise ModelError(
+        f"{str(source)!r} holds no adapter: there is no {CONFIG}", "Give the folder of a PEFT adapter or a run."
+    )
+
+
+def adapter_config(folder: Path) -> LoraConfig:
+    """adapter_config.json, refused unless it is a LoRA adapter whose merge is known."""
+    file = folder / CONFIG
+    if not file.is_file():
+        raise ModelError(
+            f"{str(folder)!r} holds no adapter: there is no {CONFIG}", "Give the folder of a PEFT adapter."
+        )
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ModelError(f"{file} can't be read: {error}", "Write the adapter again, or mend that file.") from None
+    if not isinstance(config, LoraConfig):
+        raise ModelError(
+            f"{str(folder)!r} is a {config.peft_type} adapter", "Only LoRA adapters are merged here; use PEFT."
+        )
+    odd = [name for name, value in config.to_dict().items() if name in NOT_MERGED and value]
+    if odd:
+        raise ModelError(f"the adapter uses {', '.join(odd)}", "That isn't merged here; use PEFT's merge_and_unload.")
+    return config
+
+
+# Options that change the merge in ways the formulas above don't know.
+NOT_MERGED = (
+    "lora_bias", "layer_replication", "ensure_weight_tying", "use_qalora", "use_bdlora", "arrow_config",
+    "alora_invocation_tokens", "target_parameters", "kasa_config", "velora_config",
+)  # fmt: skip
+
+
+def read_adapter(folder: Path, base_config: Path, *, trust_remote_code: bool = False) -> SavedAdapter:
+    """Read the adapter in `folder` and check it, key by key, against the base whose config.json is in `base_config`."""
+    config = adapter_config(folder)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{folder / WEIGHTS} can't be read: {first_line(error)}", "Write the adapter again (fit, or run)."
+        ) from None
+    model = _on_meta(config, base_config, _rows_in(tensors), trust_remote_code)
+    refuse_wrong_keys(tensors, _expected(model), folder)
+    wrong = wrong_checksums(folder)
+    if wrong:
+        raise ModelError(f"{', '.join(wrong)} in {str(folder)!r} differs from its checksum", "Write the adapter again.")
+    infinite = [key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if infinite:
+        raise ModelError(f"{infinite[0]} holds numbers that are not finite", "Train that lane again.")
+    return _saved(folder, config, tensors, model)
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """The facts of the adapter's card, as `save_adapter` wrote them; {} for an adapter from elsewhere."""
+    file = folder / FACTS
+    facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["card"] if file.is_file() else {}
+    return facts
+
+
+def recorded_checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of the base's weight files by name, where the adapter recorded them."""
+    file = folder / BASE_CHECKSUMS
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def refuse_wrong_keys(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """adapter-keys: every missing, unexpected or misshapen key at once. PEFT only warns, and acts as the bare base."""
+    missing = sorted(set(expected) - set(tensors))
+    unexpected = sorted(key for key in set(tensors) - set(expected) if not _is_embedding(key))
+    misshapen = [
+        f"{key} {tuple(tensors[key].shape)}, not {shape}"
+        for key, shape in sorted(expected.items())
+        if key in tensors and tuple(tensors[key].shape) != shape
+    ]
+    faults = [("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen)]
+    if any(keys for _, keys in faults):
+        words = "; ".join(f"{word}: {_listed(keys)}" for word, keys in faults if keys)
+        raise ModelError(
+            f"adapter-keys: {folder / WEIGHTS} doesn't fit its base. {words}",
+            "Is this the base it was trained on, and the file as it was written? Otherwise train or export it again.",
+        )
+
+
+def _on_meta(config: LoraConfig, base_config: Path, rows: int | None, trust_remote_code: bool) -> Any:
+    """PEFT's model of this adapter without memory: names, shapes and scales only."""
+    model_config = AutoConfig.from_pretrained(base_config, trust_remote_code=trust_remote_code)
+    model_config.quantization_config = None
+    if rows is not None:
+        model_config.get_text_config().vocab_size = rows
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's advice about tied weights: handled in merge
+            base = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+            return get_peft_model(base, config, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ModelError(
+            f"the adapter doesn't fit its base: {first_line(error)}",
+            "Name the base it was trained on with base=….",
+        ) from None
+
+
+def _expected(model: Any) -> dict[str, tuple[int, ...]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {key: tuple(tensor.shape) for key, tensor in state.items()}
+
+
+def _saved(folder: Path, config: LoraConfig, tensors: Mapping[str, Tensor], model: Any) -> SavedAdapter:
+    base = model.get_base_model()
+    names = frozenset(re.sub(r"\.base_layer\.", ".", name) for name in base.state_dict())
+    inner = {id(module): name for name, module in base.named_modules()}
+    ends = [inner[id(base.get_input_embeddings())], inner[id(base.get_output_embeddings())]]
+    layers = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+    low_rank: dict[str, LowRank] = {f"{name}.weight": _low_rank(name, layer, tensors) for name, layer in layers.items()}
+    whole: dict[str, Change] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
+        if ".lora_" in key:
+            continue
+        if name.endswith(".token_adapter.trainable_tokens_delta"):
+            module = name.removesuffix(".token_adapter.trainable_tokens_delta")
+            whole[f"{module}.weight"] = Rows(_token_indices(config, module), tensor)
+        elif name in low_rank:
+            low_rank[name] = replace(low_rank[name], own_weight=tensor)
+        else:
+            whole[name] = Replaced(tensor)
+    return SavedAdapter(
+        folder=folder,
+        config=config,
+        changes={**low_rank, **whole},
+        vocab_size=int(base.config.get_text_config().vocab_size),
+        input_embedding=f"{ends[0]}.weight",
+        output_embedding=f"{ends[1]}.weight",
+        prefix=base.base_model_prefix,
+        names=names,
+        layers=len(layers),
+    )
+
+
+def _low_rank(name: str, layer: LoraLayer, tensors: Mapping[str, Tensor]) -> LowRank:
+    key, scale = f"{PREFIX}{name}", float(layer.scaling["default"])
+    if f"{key}.lora_embedding_A" in tensors:
+        if f"{key}.lora_magnitude_vector" in tensors:
+            raise ModelError(f"the adapter uses DoRA on the embedding {name}", "Use PEFT's merge_and_unload for it.")
+        a, b = tensors[f"{key}.lora_embedding_A"], tensors[f"{key}.lora_embedding_B"]
+        return LowRank(a, b, scale, is_transposed=True)
+    return LowRank(
+        tensors[f"{key}.lora_A.weight"],
+        tensors[f"{key}.lora_B.weight"],
+        scale,
+        is_transposed=bool(layer.fan_in_fan_out),  # type: ignore[attr-defined]  # of every linear LoRA layer
+        magnitude_O=tensors.get(f"{key}.lora_magnitude_vector"),
+    )
+
+
+def _token_indices(config: LoraConfig, module: str) -> tuple[int, ...]:
+    indices = config.trainable_token_indices
+    if isinstance(indices, dict):
+        return tuple(next(value for name, value in indices.items() if module == name or module.endswith(f".{name}")))
+    return tuple(indices or ())
+
+
+def _rows_in(tensors: Mapping[str, Tensor]) -> int | None:
+    """Embedding rows, where the adapter carries the whole embedding (PEFT saves it after a resize)."""
+    rows = {int(tensor.shape[0]) for key, tensor in tensors.items() if _is_embedding(key)}
+    return max(rows) if rows else None
+
+
+def _is_embedding(key: str) -> bool:
+    return key.endswith((".embed_tokens.weight", ".lm_head.weight", ".base_layer.weight")) and ".lora_" not in key
+
+
+def _listed(keys: list[str], most: int = 6) -> str:
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + more

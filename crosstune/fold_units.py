@@ -1,4 +1,4 @@
-"""Column values as what splitters need: rows that stay together, classes, points in time, fold names.
+"""`Fold`, and column values as what splitters need: rows that stay together, classes, points in time, fold names.
 
 Knows nothing of splitters.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Any
 
@@ -14,6 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.errors import DataError
+
+NUMBERS_SAID = 20  # row numbers that a finding names
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Positions of training and held-out rows. Rows may be in neither (duplicates left out, time series)."""
+
+    index: int
+    train: tuple[int, ...]
+    held_out: tuple[int, ...]
 
 
 def stay_together(keys: Sequence[Sequence[Hashable]]) -> list[int]:
@@ -92,3 +104,7 @@ def _time_of(text: str) -> Any:
         return datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
         return None
+
+
+def listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:NUMBERS_SAID])) + (" …" if len(numbers) > NUMBERS_SAID else "")

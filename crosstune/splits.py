@@ -1,15 +1,13 @@
-"""Folds: which rows a lane trains on and which it is scored on, by scikit-learn's splitters, a column, or a splitter object.
+"""Folds: which rows a lane trains on and which it is scored on, by scikit-learn's splitters, a column or an object.
 
-The assignment depends on the rows and the recipe's `folds` alone, never on a global random state. Rows that are equal but for
-case, white space and Unicode form stay on one side. Positions count from 0 into `rows.rows`; fold indices count from 0.
+The assignment depends on the rows and the recipe's `folds` alone, never on a global random state. Rows that are equal
+but for case, white space and Unicode form stay on one side. Positions into `rows.rows` and fold indices count from 0.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,23 +15,26 @@ from numpy.typing import NDArray
 
 from crosstune.data.rows import Rows, normal_key
 from crosstune.errors import DataError, Finding, Place, Refused
+from crosstune.fold_units import (
+    NUMBERS_SAID,
+    Fold,
+    class_codes,
+    fold_labels,
+    group_keys,
+    hashable,
+    is_null,
+    listed,
+    points_in_time,
+    stay_together,
+)
+from crosstune.leaks import find_leaks
 from crosstune.recipe import Folds
-from crosstune.fold_units import class_codes, fold_labels, group_keys, hashable, is_null, points_in_time, stay_together
 
-_SAID = 20  # row numbers a finding names
 _WITH_CLASS = {"stratified", "stratified-group", "repeated-stratified"}
 _WITH_GROUP = {"group", "stratified-group", "leave-one-group-out"}
 _GROUPED = {"kfold": "group", "stratified": "stratified-group", "leave-one-out": "leave-one-group-out"}
+__all__ = ["Fold", "check_folds", "find_leaks", "fold_table", "split_rows"]
 Split = tuple[NDArray[np.int64], NDArray[np.int64]]
-
-
-@dataclass(frozen=True)
-class Fold:
-    """Positions of training and held-out rows. Rows may be in neither (duplicates left out, time series)."""
-
-    index: int
-    train: tuple[int, ...]
-    held_out: tuple[int, ...]
 
 
 def split_rows(rows: Rows, folds: Folds, *, splitter: Any = None) -> list[Fold]:
@@ -61,32 +62,13 @@ def split_rows(rows: Rows, folds: Folds, *, splitter: Any = None) -> list[Fold]:
 
 
 def check_folds(rows: Rows, folds: Folds) -> list[Finding]:
-    """Why these rows can't be split as asked: all errors at once, and notes. Raises `DataError` for a missing column."""
+    """Why these rows can't be split as asked: all errors at once, and notes. `DataError` for a missing column."""
     return _Plan(rows, folds).faults()
 
 
 def fold_table(rows: Rows, folds: Sequence[Fold]) -> list[tuple[int, int]]:
     """(row number, fold that holds it out), by fold and row; repeated splits name a row more than once."""
     return [(rows.rows[position].number, fold.index) for fold in folds for position in sorted(fold.held_out)]
-
-
-def find_leaks(rows: Rows, folds: Sequence[Fold], asked: Folds | None = None) -> list[Finding]:
-    """Equal rows or equal groups on both sides of a fold, classes that a fold lacks, and rows that are in no fold."""
-    findings = list(_duplicate_leaks(rows, folds))
-    if asked is not None and asked.group is not None:
-        findings += _group_leaks(rows, folds, asked.group)
-    if asked is not None and asked.by is not None and asked.kind in _WITH_CLASS:
-        findings += _missing_classes(rows, folds, asked.by)
-    used = {position for fold in folds for position in (*fold.train, *fold.held_out)}
-    left_out = [row.number for position, row in enumerate(rows.rows) if position not in used]
-    if left_out:
-        findings.append(
-            Finding("duplicates-left-out", "note",
-                    f"{len(rows.rows) - len(left_out)} of {len(rows.rows)} rows are used; these are in no fold: {_list(left_out)}",
-                    "Nothing needs doing; folds.duplicates: together keeps equal rows.",
-                    tuple(left_out[:_SAID]), len(left_out), Place(rows.name))
-        )  # fmt: skip
-    return findings
 
 
 # --- what is split -------------------------------------------------------------------------------------------------
@@ -120,25 +102,32 @@ class _Plan:
         if self.kind == "column":
             return self._column_faults()
         if (self.kind in ("leave-one-out", "leave-one-group-out") and units < 2) or not len(self.rows):
-            findings.append(Finding("too-few-rows", "error", f"folds.kind {self.folds.kind} needs two rows or groups; there are {units}",
+            findings.append(Finding("too-few-rows", "error", f"folds.kind {self.folds.kind} needs two rows or "
+                                                             f"groups; there are {units}",
                                     "Add rows.", where=where))  # fmt: skip
         counted = self.kind not in ("leave-one-out", "leave-one-group-out", "shuffle")
         need = folds.k + (self.kind == "time-series")
         if counted and self.groups is None and need > units:
-            findings.append(Finding("k-larger-than-rows", "error", f"folds.k needs {need} rows at least: {need} > {units}, {rows_word}",
-                                    f"Set folds.k to {max(units - (need - folds.k), 2)} or less, or add rows.", where=where))  # fmt: skip
+            findings.append(Finding("k-larger-than-rows", "error", f"folds.k needs {need} rows at least: "
+                                                                   f"{need} > {units}, {rows_word}",
+                                    f"Set folds.k to {max(units - (need - folds.k), 2)} or less, or add "
+                                    "rows.", where=where))  # fmt: skip
         elif counted and self.groups is not None and folds.k > units:
             named = len({hashable(g) for g in self.groups if not is_null(g)})
             findings.append(Finding("too-few-groups", "error",
-                                    f"folds.k is {folds.k}, but {folds.group!r} has {named} named groups ({units} with rows without "
-                                    "a group taken one by one)", f"Set folds.k to {max(units, 2)} or less.", where=where))  # fmt: skip
+                                    f"folds.k is {folds.k}, but {folds.group!r} has {named} named groups "
+                                    f"({units} with rows without "
+                                    "a group taken one by one)", f"Set folds.k to {max(units, 2)} or "
+                                                                 "less.", where=where))  # fmt: skip
         elif self.kind in _WITH_CLASS:
             findings += self._small_classes()
         if self.groups is not None and (
             lone := [self.rows.rows[p].number for p, g in enumerate(self.groups) if is_null(g)]
         ):
-            findings.append(Finding("missing-group", "note", f"{len(lone)} row(s) have no {folds.group!r}; each is a group of its own",
-                                    "Give them a group if they belong to one.", tuple(lone[:_SAID]), len(lone), where))  # fmt: skip
+            findings.append(Finding("missing-group", "note", f"{len(lone)} row(s) have no {folds.group!r}; "
+                                                             "each is a group of its own",
+                                    "Give them a group if they belong to "
+                                    "one.", tuple(lone[:NUMBERS_SAID]), len(lone), where))  # fmt: skip
         return findings
 
     def splits(self) -> Iterator[Split]:
@@ -214,7 +203,7 @@ class _Plan:
                     sklearn.StratifiedGroupKFold(k, shuffle=True, random_state=(seed + turn) % 2**32)
                 )
         else:
-            # GroupKFold evens out the sizes but knows no seed; groups renumbered in a seeded order give it one (ties only).
+            # GroupKFold evens out the sizes but knows no seed: renumbering groups in a seeded order gives it one.
             for turn in range(folds.repeats if self.kind == "repeated-kfold" else 1):
                 order = np.random.RandomState((seed + turn) % 2**32).permutation(max(self.sets) + 1)
                 yield from self._by_groups(sklearn.GroupKFold(k), order)
@@ -287,9 +276,10 @@ class _Plan:
                     f"class {label!r} of {by!r} has {len(rows)} row(s)"
                     + (f", {len(units[label])} that may be parted" if len(units[label]) < len(rows) else "")
                     + f": {len(units[label])} < {k} folds",
-                    f"Set folds.k to {len(units[label])}, add rows of this class, or set folds.allow_small_classes: true."
+                    f"Set folds.k to {len(units[label])}, add rows of this class, or set "
+                    "folds.allow_small_classes: true."
                     if len(units[label]) > 1 else "Add rows of this class, or set folds.allow_small_classes: true.",
-                    tuple(rows[:_SAID]), len(rows), Place(self.rows.name, field=str(by)))
+                    tuple(rows[:NUMBERS_SAID]), len(rows), Place(self.rows.name, field=str(by)))
             for label, rows in small.items()
         ]  # fmt: skip
 
@@ -298,15 +288,17 @@ class _Plan:
         by, where = self.folds.by, Place(self.rows.name, field=str(self.folds.by))
         null = [self.rows.rows[p].number for p in self.used if is_null(self.values[p])]
         if null:
-            return [Finding("missing-fold", "error", f"{len(null)} row(s) have no {by!r}: {_list(null)}",
-                            "Give each row a fold; -1 keeps a row in training always.", tuple(null[:_SAID]), len(null), where)]  # fmt: skip
+            return [Finding("missing-fold", "error", f"{len(null)} row(s) have no {by!r}: {listed(null)}",
+                            "Give each row a fold; -1 keeps a row in training "
+                            "always.", tuple(null[:NUMBERS_SAID]), len(null), where)]  # fmt: skip
         labels = fold_labels([hashable(self.values[p]) for p in self.used])
         if len(labels) < 2:
             return [Finding("too-few-folds", "error", f"{by!r} names {len(labels)} fold(s), two are needed",
                             "Name a fold for each row.", where=where)]  # fmt: skip
         whole = [label for label in labels if isinstance(label, int)]
         if len(whole) == len(labels) and (gaps := sorted(set(range(whole[0], whole[-1])) - set(whole))):
-            return [Finding("fold-without-rows", "error", f"{by!r} runs from {whole[0]} to {whole[-1]}, and no row has {_list(gaps)}",
+            return [Finding("fold-without-rows", "error", f"{by!r} runs from {whole[0]} to {whole[-1]}, and no "
+                                                          f"row has {listed(gaps)}",
                             "Number the folds without gaps.", where=where)]  # fmt: skip
         return []
 
@@ -320,10 +312,6 @@ def _sorted(positions: Iterable[Any]) -> tuple[int, ...]:
 
 def _all_of(sets: Sequence[NDArray[np.int64]], chosen: Iterable[int]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(0, dtype=np.int64), *(sets[i] for i in chosen)])
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:_SAID])) + (" …" if len(numbers) > _SAID else "")
 
 
 def _refuse_empty(folds: Sequence[Fold], rows: Rows) -> None:
@@ -346,44 +334,3 @@ def _refuse_empty(folds: Sequence[Fold], rows: Rows) -> None:
             raise DataError(
                 f"fold {fold.index} has row {rows.rows[min(both)].number} on both sides", "Mend the splitter."
             )
-
-
-def _duplicate_leaks(rows: Rows, folds: Sequence[Fold]) -> Iterator[Finding]:
-    keys = [normal_key(row) for row in rows.rows]
-    if len(set(keys)) == len(keys):
-        return
-    for fold in folds:
-        trained = {keys[p]: p for p in reversed(fold.train)}
-        seen = [
-            (rows.rows[p].number, rows.rows[trained[keys[p]]].number)
-            for p in sorted(fold.held_out)
-            if keys[p] in trained
-        ]
-        if seen:
-            pairs = ", ".join(f"{held} = {train}" for held, train in seen[:5]) + (" …" if len(seen) > 5 else "")
-            yield Finding("duplicate-across-folds", "warning",
-                          f"fold {fold.index}: {len(seen)} held-out row(s) equal a training row: {pairs}",
-                          "Set folds.duplicates: together (or first).",
-                          tuple(held for held, _ in seen[:_SAID]), len(seen), Place(rows.name))  # fmt: skip
-
-
-def _group_leaks(rows: Rows, folds: Sequence[Fold], name: str) -> Iterator[Finding]:
-    groups = [hashable(value) for value in rows.column(name, option="folds.group")]
-    for fold in folds:
-        trained = {groups[p] for p in fold.train} - {None}
-        seen = [rows.rows[p].number for p in sorted(fold.held_out) if groups[p] in trained]
-        if seen:
-            yield Finding("group-across-folds", "error",
-                          f"fold {fold.index}: {len(seen)} held-out row(s) share {name!r} with training rows: {_list(seen)}",
-                          "Split by group (folds.kind: group).", tuple(seen[:_SAID]), len(seen), Place(rows.name, field=name))  # fmt: skip
-
-
-def _missing_classes(rows: Rows, folds: Sequence[Fold], name: str) -> Iterator[Finding]:
-    labels = [hashable(value) for value in rows.column(name, option="folds.by")]
-    every = Counter(labels)
-    for fold in folds:
-        held = {labels[p] for p in fold.held_out}
-        for label in every:
-            if label not in held:
-                yield Finding("fold-without-class", "warning", f"fold {fold.index} holds out no row of class {label!r} of {name!r}",
-                              "Choose fewer folds, or add rows of this class.", where=Place(rows.name, field=name))  # fmt: skip

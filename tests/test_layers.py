@@ -10,15 +10,16 @@ import pytest
 ORDER = """
     errors interrupt units yaml_text options mistakes recipe progress
     stats.intervals stats.bootstrap stats.comparison stats.curve sweep pruning search metrics.text metrics.choice compare suspects
-    data.rows data.files data.shapes data.load data.template data.render data.tokenizer data.tokens data.batches
-    fold_units splits
+    data.rows data.lines data.json_file data.table_file data.files data.turns data.shapes data.load
+    data.template data.render data.encode data.tokenizer data.token_cache data.token_faults data.tokens data.batches data.questions
+    fold_units leaks splits
     memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.plan
     data.lint.fault data.lint.faults_file data.lint.faults_rows data.lint.faults_tokens data.lint.faults_folds data.lint.faults_settings
     data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.csv_words data.lint.duplicates data.lint.lengths
     data.lint.balance data.lint.embedding data.lint.settings data.lint.report data.lint.rowpass data.lint.onepass
     store.files store.secrets store.journal store.lock store.same store.run
     model.device model.lora model.base model.attach model.head
-    train.lane train.optimizer train.step train.evaluate train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave train.recover
+    train.lane train.optimizer train.step train.evaluate train.generate train.choice train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave train.recover
     workers.waves workers.local
     export.folder export.card export.weights export.turns export.serve export.adapter export.saved export.merger
     export.companions export.verify export.quantize export.origin export.merge

@@ -1,6 +1,6 @@
 """Rows in: JSONL, JSON, CSV and Parquet files, data frames, Hugging Face data sets, hub ids → `Row` or `Finding`.
 
-Only faults that reading must notice are found here (encoding, syntax, types, roles); what a row says is lint's business.
+Only faults that reading must notice are found here (encoding, syntax, types, roles); what a row says is for lint.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from crosstune.data.files import SUFFIXES, Record, file_kind, read_records, without_nulls
+from crosstune.data.files import SUFFIXES, file_kind, read_records
+from crosstune.data.lines import Record
 from crosstune.data.rows import Row, Rows, Shape, Turn, content_key, normal_key, normal_text
-from crosstune.data.shapes import ROLES, ShapeReader
+from crosstune.data.shapes import ShapeReader
+from crosstune.data.table_file import without_nulls
+from crosstune.data.turns import ROLES
 from crosstune.errors import DataError, Finding, MissingExtra, Place
 from crosstune.recipe import Data
 
@@ -40,8 +43,8 @@ _MOST_FINDINGS = 1000  # findings of one code that are kept one by one
 def read_rows(source: Any, data: Data) -> Iterator[Row | Finding]:
     """Yield each good row and each fault, in file order, in bounded memory for JSONL, CSV and Parquet.
 
-    `source`: path, hub id, `pandas.DataFrame`, `datasets.Dataset` or an iterable of mappings. Raises `DataError` where there
-    are no rows to speak of: no such file, a directory, a picture, a column that the recipe names and no row has.
+    `source`: path, hub id, `pandas.DataFrame`, `datasets.Dataset` or an iterable of mappings. Raises `DataError` where
+    there are no rows to speak of: no such file, a directory, a picture, a column that the recipe names and no row has.
     """
     items, shapes = _open(source, data)
     yield from _read(items, shapes)

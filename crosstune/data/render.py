@@ -1,7 +1,7 @@
 """A row → `Span`s: text that is encoded apart, and whether the model is to learn it.
 
-Cuts lie where inference would cut: what the prompt holds is one text, what the model has to say is another. Knows nothing
-of ids.
+Cuts lie where inference would cut: what the prompt holds is one text, what the model has to say is another.
+Knows nothing of ids.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Renderer:
         if self.data.learn == "assistant":
             raise RowError(
                 f"row {row.number} is plain text: it has no assistant turns, which data.learn asks for",
-                "Set data.answer_after to the text that stands before each answer, or data.learn: all.", "no-turns", row.number,
+                "Set data.answer_after to the text that stands before each answer, or data.learn: "
+                "all.", "no-turns", row.number,
             )  # fmt: skip
         return [Span(row.text, True)]
 
@@ -140,7 +141,7 @@ class Renderer:
         return self.special.sub(mark, text)
 
     def _restored(self, text: str, learn: bool, hidden: list[str]) -> Iterator[Span]:
-        """Text between two control tokens of the template that holds a mark is one literal span; the rest stays whole."""
+        """Text between two control tokens that holds a mark is one literal span; the rest stays whole."""
         if not hidden or not MARKED.search(text) or self.special is None:
             if text:
                 yield Span(text, learn)

@@ -6,23 +6,17 @@ can be said at the end. Knows nothing of files.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from crosstune.data.rows import NOTHING, Row, Shape, Turn, unknown_column
+from crosstune.data.turns import Fault, kind_of, missing, read_turn, surrogate_path
 from crosstune.errors import DataError, Finding, Place
 from crosstune.recipe import Data
 
 Record = dict[str, Any]
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "ipython", "function"})
-# ShareGPT's names for the speakers; `bot`, `model` and the like are too vague to guess at.
-SPEAKERS = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
-    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
-}  # fmt: skip
 CONVERSATIONS = ("messages", "conversations", "conversation")
 # Other names of a prompt and its completion, tried when the columns of the recipe aren't there.
 PAIRS = (
@@ -34,14 +28,6 @@ KINDS: Mapping[str, Shape] = {
 }  # fmt: skip
 MOST_NUMBERS = 20  # row numbers kept for a finding about many rows
 _CACHED_KEYS = 512
-
-
-class Fault(Exception):
-    """A row can't be read; carries one finding. Never leaves this module."""
-
-    def __init__(self, code: str, path: str, message: str, fix: str) -> None:
-        super().__init__(code, path, message, fix)
-        self.code, self.path, self.message, self.fix = code, path, message, fix
 
 
 class ShapeReader:
@@ -63,18 +49,21 @@ class ShapeReader:
         where = Place(self.name, line)
         try:
             if type(record) is not dict:
-                raise Fault("wrong-type", "", f"the row is {_kind_of(record)}, an object is expected",
+                raise Fault("wrong-type", "", f"the row is {kind_of(record)}, an object is expected",
                             'Write each row as an object such as {"messages": […]}.')  # fmt: skip
             if suspect and (path := surrogate_path(record)) is not None:
-                raise Fault("lone-surrogate", path, f"{path or 'a key'} holds half of a surrogate pair, which is no character",
+                raise Fault("lone-surrogate", path, f"{path or 'a key'} holds half of a surrogate pair, which "
+                                                    "is no character",
                             r"Write the whole pair (\ud83e\udd8a) or the character itself, or remove it.")  # fmt: skip
             keys = tuple(record)
             layout = self._known.get(keys)
             if layout is None or record[layout[1]] is None:
                 layout = self._layout(record)
                 if layout is None:
-                    raise Fault("unknown-shape", "", f"the row has no known shape; its columns: {', '.join(keys) or 'none'}",
-                                "Give it messages, prompt and completion, instruction and output, or text.")  # fmt: skip
+                    raise Fault("unknown-shape", "", "the row has no known shape; its columns: "
+                                                     f"{', '.join(keys) or 'none'}",
+                                "Give it messages, prompt and completion, instruction and output, or "
+                                "text.")  # fmt: skip
                 if len(self._known) < _CACHED_KEYS:
                     self._known[keys] = layout
             row = self._makers[layout[0]](number, record, layout, where)
@@ -115,12 +104,13 @@ class ShapeReader:
             return
         said = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
         yield Finding("shape", "note", f"{self.name}: shape told from the columns: {said}",
-                      "If that is wrong, set data.shape.", count=sum(shapes.values()), where=Place(self.name))  # fmt: skip
+                      "If that is wrong, set data.shape.", (), sum(shapes.values()), Place(self.name))  # fmt: skip
         (most, majority), *others = shapes.most_common()
         for shape, count in others:
             numbers = tuple(self.numbers[shape])
             yield Finding("other-shape", "warning",
-                          f"{count} row(s) of shape {shape} in a file of {majority} rows of shape {most}: first {numbers[0]}",
+                          f"{count} row(s) of shape {shape} in a file of {majority} rows of shape {most}: "
+                          f"first {numbers[0]}",
                           "Check that these rows belong here; they are read as what they are.",
                           numbers, count, Place(self.name))  # fmt: skip
 
@@ -151,9 +141,8 @@ class ShapeReader:
                     return ("messages" if name == "messages" else "sharegpt", name)
         if data.shape in ("auto", "alpaca") and {"instruction", "output"} <= has:
             return ("alpaca", "output", "instruction")
-        if data.shape in ("auto", "prompt"):
-            if {data.prompt, data.completion} <= has:
-                return ("prompt", data.prompt, data.completion)
+        if data.shape in ("auto", "prompt") and {data.prompt, data.completion} <= has:
+            return ("prompt", data.prompt, data.completion)
         if data.shape in ("auto", "text") and data.text in has:
             return ("text", data.text)
         if data.shape == "auto":
@@ -202,7 +191,8 @@ class ShapeReader:
             turns.append(Turn("system", system))
         for place, pair in enumerate(record.get("history") or ()):
             if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(type(text) is str for text in pair)):
-                raise Fault("wrong-type", f"history[{place}]", f"history[{place}] is {_kind_of(pair)}, a pair of texts is expected",
+                raise Fault("wrong-type", f"history[{place}]", f"history[{place}] is {kind_of(pair)}, a pair "
+                                                               "of texts is expected",
                             'Write the history as [["question", "answer"], …].')  # fmt: skip
             turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
         turns += [Turn("user", f"{instruction}\n{more}" if more.strip() else instruction), Turn("assistant", output)]
@@ -212,8 +202,8 @@ class ShapeReader:
 
     def _pair(self, number: int, record: Record, layout: tuple[str, ...], where: Place) -> Row:
         if len(layout) == 2:
-            missing = self.data.completion if layout[1] == self.data.prompt else self.data.prompt
-            raise _missing(missing)
+            lacking = self.data.completion if layout[1] == self.data.prompt else self.data.prompt
+            raise missing(lacking)
         _, prompt, completion = layout
         columns = _rest(record, {prompt, completion})
         if isinstance(record[prompt], list) and isinstance(record[completion], list):
@@ -238,10 +228,8 @@ class ShapeReader:
         if type(value) is str:
             return value
         if value is None:
-            raise _missing(name)
-        raise Fault(
-            "wrong-type", name, f"{name} is {_kind_of(value)}, text is expected", "Write it as text, in quotes."
-        )
+            raise missing(name)
+        raise Fault("wrong-type", name, f"{name} is {kind_of(value)}, text is expected", "Write it as text, in quotes.")
 
     def _turns(self, value: Any, path: str) -> tuple[Turn, ...]:
         if type(value) is str and self.parse_strings:
@@ -253,102 +241,11 @@ class ShapeReader:
         if not isinstance(value, list | tuple):
             fix = f"Remove the quotes around the list: {path} is JSON inside JSON." if type(value) is str else (
                 'Write it as [{"role": "user", "content": "…"}, …].')  # fmt: skip
-            raise Fault("wrong-type", path, f"{path} is {_kind_of(value)}, a list of messages is expected", fix)
-        return tuple([_turn(message, path, place) for place, message in enumerate(value)])
-
-
-def _turn(message: Any, path: str, place: int) -> Turn:
-    if not isinstance(message, Mapping):
-        at = f"{path}[{place}]"
-        raise Fault("wrong-type", at, f"{at} is {_kind_of(message)}, an object is expected",
-                    'Write each message as {"role": "user", "content": "…"}.')  # fmt: skip
-    role_key, content_key = ("role", "content") if "role" in message or "from" not in message else ("from", "value")
-    role: Any = message.get(role_key)
-    content: Any = message.get(content_key)
-    known = role in ROLES if type(role) is str else False
-    if known and type(content) is str and len(message) == 2:
-        return Turn(role, content)
-    if role_key == "from" and type(role) is str and role in SPEAKERS:
-        role, known = SPEAKERS[role], True
-    if not known:
-        raise _unknown_role(role, f"{path}[{place}].{role_key}", role_key)
-    extra = {key: value for key, value in message.items() if key not in (role_key, content_key)}
-    if content is None and extra.get("tool_calls"):
-        if content_key in message:
-            extra["content"] = None  # a template may test for it: kept as it was written
-        content = ""
-    elif type(content) is not str:
-        content = _text_of(content, f"{path}[{place}].{content_key}")
-    return Turn(role, content, extra or NOTHING, learn=extra.get("weight") != 0)
-
-
-def _text_of(content: Any, path: str) -> str:
-    if content is None:
-        raise _missing(path)
-    if isinstance(content, list) and content:  # OpenAI's content parts, where all are text
-        parts = [
-            p["text"] for p in content if isinstance(p, dict) and p.get("type") == "text" and type(p.get("text")) is str
-        ]
-        if len(parts) == len(content):
-            return "".join(parts)
-    raise Fault("wrong-type", path, f"{path} is {_kind_of(content)}, text is expected", "Write it as text, in quotes.")
-
-
-def _missing(path: str) -> Fault:
-    return Fault("missing-content", path, f"{path} is missing or null", "Give it a text, or remove the row.")
-
-
-def _unknown_role(role: Any, path: str, key: str) -> Fault:
-    names = sorted(ROLES if key == "role" else SPEAKERS)
-    if type(role) is not str:
-        what = "is missing" if role is None else f"is {_kind_of(role)}"
-        return Fault("unknown-role", path, f"{path} {what}", f"Known: {', '.join(names)}.")
-    guess = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
-    clean = role.strip().lower()
-    near = guess.get(clean) or next(iter(difflib.get_close_matches(clean, names, n=1, cutoff=0.6)), None)
-    hint = f"Did you mean {near!r}? " if near else ""
-    return Fault(
-        "unknown-role", path, f"{path} is {role!r}, which is no known role", f"{hint}Known: {', '.join(names)}."
-    )
+            raise Fault("wrong-type", path, f"{path} is {kind_of(value)}, a list of messages is expected", fix)
+        return tuple([read_turn(message, path, place) for place, message in enumerate(value)])
 
 
 def _rest(record: Record, taken: set[str]) -> Mapping[str, Any]:
     if len(record) <= len(taken) and record.keys() <= taken:
         return NOTHING
     return {key: value for key, value in record.items() if key not in taken} or NOTHING
-
-
-def _kind_of(value: Any) -> str:
-    words = {
-        "NoneType": "null",
-        "dict": "an object",
-        "int": "an int",
-        "list": "a list",
-        "str": "text (str)",
-        "bool": "true or false",
-    }
-    name = type(value).__name__
-    return words.get(name, f"a {name}")
-
-
-def surrogate_path(value: Any, path: str = "") -> str | None:
-    """Where half of a surrogate pair lies, or None."""
-    if type(value) is str:
-        if value.isascii():
-            return None
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            return path
-        return None
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if type(key) is str and surrogate_path(key) is not None:
-                return path
-            if (found := surrogate_path(inner, f"{path}.{key}" if path else str(key))) is not None:
-                return found
-    elif isinstance(value, list | tuple):
-        for place, inner in enumerate(value):
-            if (found := surrogate_path(inner, f"{path}[{place}]")) is not None:
-                return found
-    return None

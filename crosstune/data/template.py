@@ -1,7 +1,7 @@
 """`ChatTemplate`: turns → text through the tokenizer's Jinja template, and where each assistant turn lies in that text.
 
-A turn is found by rendering what stands before it with an open assistant turn, as inference does; no marks in the template
-are needed, and where it has `{% generation %}` marks they are used. What can't be found is refused, never guessed.
+A turn is found by rendering what stands before it with an open assistant turn, as inference does; no marks in the
+template are needed, and where it has `{% generation %}` marks they are used. What can't be found is refused.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MARK = "\ufdd0{}\ufdd1"
 MARKED = re.compile("\ufdd0(\\d+)\ufdd1")
 _PROBE = MARK.format(0)
-# Templates may write today's date into the system turn (Llama 3.2 does). One date for all, or a run that goes on tomorrow
-# would train on other tokens than today. Llama 3.1's own template falls back to this date.
+# Templates may write today's date into the system turn (Llama 3.2 does). One date for all, or a run that goes on
+# tomorrow would train on other tokens than today. Llama 3.1's own template falls back to this date.
 DATE = datetime(2024, 7, 26)
 
 
@@ -56,7 +56,8 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise ModelError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template, and the rows are conversations",
-                "Set model.chat_template to a file with one, use the instruct model, or write the rows as prompt and completion.",
+                "Set model.chat_template to a file with one, use the instruct model, or write the rows as "
+                "prompt and completion.",
             )
         self.tokenizer = tokenizer
         self.special = special_pattern(tokenizer)
@@ -75,12 +76,14 @@ class ChatTemplate:
         if not self.end:
             self.findings.append(
                 Finding("no-end-of-turn", "warning", "no control token ends an assistant turn in the chat template",
-                        "Use a template that ends assistant turns with a stop token: else the model doesn't learn to stop.")
+                        "Use a template that ends assistant turns with a stop token: else the model doesn't "
+                        "learn to stop.")
             )  # fmt: skip
         self.marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()))
         if "strftime_now" in tokenizer.get_chat_template():
             self.findings.append(
-                Finding("template-date", "note", f"the chat template writes the date; {DATE:%d %b %Y} is used for all rows",
+                Finding("template-date", "note", f"the chat template writes the date; {DATE:%d %b %Y} is used "
+                                                 "for all rows",
                         "Nothing needs doing; pass date_string in a column chat_template_kwargs for another.")
             )  # fmt: skip
 
@@ -105,7 +108,8 @@ class ChatTemplate:
             if region is None or (regions and region.start < regions[-1].end):
                 raise RowError(
                     f"row {row.number}: turn {place + 1} can't be found in what the chat template writes",
-                    "Use a chat template that writes each turn the same way whatever follows it, or marks assistant turns "
+                    "Use a chat template that writes each turn the same way whatever follows it, or marks "
+                    "assistant turns "
                     "with {% generation %}.",
                     "template-not-prefix", row.number,
                 )  # fmt: skip
@@ -137,8 +141,8 @@ class ChatTemplate:
             if text.startswith(before):
                 return len(before)
             self.unlike.append(row.number)
-        # The template never opens a turn, opens it in another way than it writes it, or the turn comes first: put a mark
-        # in place of the content, and see where it appears.
+        # The template never opens a turn, opens it otherwise than it writes it, or the turn comes first: put a mark in
+        # place of the content, and see where it appears.
         mark = MARK.format(10**9)
         probe = [*turns[:place], Turn("assistant", mark, turns[place].extra), *turns[place + 1 :]]
         marked = self.render(probe, opened=False, settings=settings)
@@ -167,7 +171,8 @@ class ChatTemplate:
             return self._render(turns, opened, {}, marks=False)[0]
         except DataError as error:
             raise ModelError(
-                f"the chat template of {self.tokenizer.name_or_path!r} can't render a question and its answer: {error.problem}",
+                f"the chat template of {self.tokenizer.name_or_path!r} can't render a question and its answer: "
+                f"{error.problem}",
                 "Set model.chat_template to a working template.",
             ) from None
 
@@ -176,7 +181,8 @@ class ChatTemplate:
             self.tail = rest
             self.findings.append(
                 Finding("template-always-opens-turn", "warning",
-                        f"the chat template opens an assistant turn whatever add_generation_prompt says; {rest!r} is cut from each row",
+                        "the chat template opens an assistant turn whatever add_generation_prompt says; "
+                        f"{rest!r} is cut from each row",
                         "Put {% if add_generation_prompt %} around the last header of the template.")
             )  # fmt: skip
         else:
@@ -195,7 +201,7 @@ class ChatTemplate:
         settings = {**self._names, "strftime_now": DATE.strftime, **settings}
         tools = settings.pop("tools", None)
         try:
-            texts, places = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[[{"role": t.role, "content": t.content, **t.extra} for t in turns]],
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(tools=tools),
@@ -205,11 +211,12 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise DataError(f"the chat template refuses it: {error}", "Change the row or the template.") from None
+        texts, places = rendered
         return texts[0], list(places[0]) if marks else []
 
 
 def settings_of(row: Row) -> dict[str, Any]:
-    """What a row passes to the template besides its turns: columns `tools` and `chat_template_kwargs`, as TRL reads them."""
+    """What a row gives the template besides its turns: columns `tools` and `chat_template_kwargs`, as in TRL."""
     settings: dict[str, Any] = {}
     more, tools = row.columns.get("chat_template_kwargs"), row.columns.get("tools")
     if isinstance(more, Mapping):

@@ -1,4 +1,4 @@
-"""The tokenizer of a base model, made ready: its chat template, a padding token that never stops a text, all stop tokens.
+"""The tokenizer of a base model, made ready: chat template, a padding token that stops nothing, all stop tokens.
 
 No token is ever added, so the embedding keeps its size. Transformers is imported inside functions: it may bring torch.
 """
@@ -10,6 +10,7 @@ import difflib
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,20 +50,18 @@ def ready_tokenizer(model: Model, tokenizer: PreTrainedTokenizerBase | None = No
     tokenizer = _from_pretrained(model) if tokenizer is None else copy.deepcopy(tokenizer)
     if model.chat_template:
         tokenizer.chat_template = _template_text(model.chat_template)
-    stop_ids = find_stop_ids(tokenizer, _generation_stop_ids(model))
+    stop_ids = find_stop_ids(tokenizer, generation_stop_ids(model))
     pad, findings = choose_pad(tokenizer, stop_ids, asked=model.pad_token)
     tokenizer.pad_token = pad
-    return ReadyTokenizer(tokenizer, tokenizer.convert_tokens_to_ids(pad), stop_ids, tuple(findings))
+    return ReadyTokenizer(tokenizer, int(tokenizer.get_vocab()[pad]), stop_ids, tuple(findings))
 
 
 def find_stop_ids(tokenizer: PreTrainedTokenizerBase, more: Iterable[int] = ()) -> tuple[int, ...]:
-    """The tokenizer's EOS, `more` (the generation config's), and the token that ends assistant turns in the template."""
+    """The tokenizer's EOS, `more` (the generation config's), and what ends assistant turns in the template."""
     ids = [tokenizer.eos_token_id, *more]
     if tokenizer.chat_template:
-        try:
+        with suppress(ModelError):  # a template that renders nothing is reported where rows are rendered
             ids.append(_control_id(tokenizer, ChatTemplate(tokenizer).end))
-        except ModelError:
-            pass  # a template that renders nothing is reported where rows are rendered
     return tuple(sorted({int(i) for i in ids if i is not None}))
 
 
@@ -84,11 +83,13 @@ def choose_pad(
     number = tokenizer.convert_tokens_to_ids(chosen)
     if own is None:
         why = "the tokenizer has no padding token"
-        return chosen, [Finding("pad-chosen", "note", f"{why}; {chosen} ({number}) pads: it is in the vocabulary and ends no text",
+        return chosen, [Finding("pad-chosen", "note", f"{why}; {chosen} ({number}) pads: it is in the "
+                                                      "vocabulary and ends no text",
                                 "Set model.pad_token for another.")]  # fmt: skip
     return chosen, [
         Finding("pad-is-stop-token", "warning",
-                f"the tokenizer's padding token {tokenizer.pad_token!r} ({own}) is a stop token; {chosen} ({number}) pads in its place",
+                f"the tokenizer's padding token {tokenizer.pad_token!r} ({own}) is a stop token; {chosen} "
+                f"({number}) pads in its place",
                 "Set model.pad_token for another.")
     ]  # fmt: skip
 
@@ -99,13 +100,16 @@ def _check_asked(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], as
         near = difflib.get_close_matches(
             asked, [str(t) for t in tokenizer.added_tokens_decoder.values()], n=3, cutoff=0.4
         )
-        raise ModelError(f"model.pad_token {asked!r} is not in the vocabulary of {tokenizer.name_or_path!r}; no token is added",
-                         f"Take one that is there{', such as ' + ', '.join(near) if near else ''}, or leave it out.")  # fmt: skip
+        raise ModelError(f"model.pad_token {asked!r} is not in the vocabulary of {tokenizer.name_or_path!r}; "
+                         "no token is added",
+                         f"Take one that is there{', such as ' + ', '.join(near) if near else ''}, or leave it "
+                         "out.")  # fmt: skip
     if number not in stop_ids:
         return []
     return [
         Finding("pad-is-stop-token", "warning", f"model.pad_token {asked!r} ({number}) is a stop token",
-                "Leave model.pad_token out. Training stays right (padding is masked by place, not by id), but other tools "
+                "Leave model.pad_token out. Training stays right (padding is masked by place, not by id), but "
+                "other tools "
                 "may mask every stop token of the exported tokenizer.")
     ]  # fmt: skip
 
@@ -160,7 +164,8 @@ def _from_pretrained(model: Model) -> PreTrainedTokenizerBase:
     # The tokenizers library raises bare `Exception` for a damaged tokenizer.json (0.23: no class of its own).
     except Exception as error:
         raise ModelError(f"the tokenizer of {name!r} can't be loaded: {_first_line(error)}",
-                         "Check model.name (or model.tokenizer): a folder with tokenizer.json, a hub id, or a .gguf file.") from None  # fmt: skip
+                         "Check model.name (or model.tokenizer): a folder with tokenizer.json, a hub id, or a "
+                         ".gguf file.") from None  # fmt: skip
 
 
 def _place(name: str, model: Model) -> tuple[str, dict[str, Any]]:
@@ -184,7 +189,8 @@ def _place(name: str, model: Model) -> tuple[str, dict[str, Any]]:
     return name, options | {"revision": model.revision}
 
 
-def _generation_stop_ids(model: Model) -> list[int]:
+def generation_stop_ids(model: Model) -> list[int]:
+    """Stop tokens of the model's generation config; none where it has no such file."""
     from transformers import GenerationConfig
 
     place, options = _place(model.name, model)
@@ -194,7 +200,7 @@ def _generation_stop_ids(model: Model) -> list[int]:
     level = quiet.level
     quiet.setLevel(logging.ERROR)  # it warns of sampling settings, which are no concern of training
     try:
-        ids = GenerationConfig.from_pretrained(place, revision=options.get("revision")).eos_token_id
+        ids = GenerationConfig.from_pretrained(place, revision=options.get("revision") or "main").eos_token_id
     except (OSError, ValueError):
         return []  # a model without generation_config.json
     finally:

@@ -6,6 +6,7 @@ Quirks of transformers and bitsandbytes live here and in attach.py.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,6 +68,24 @@ class Base:
         (with no attention mask and no cache given: masking_utils.find_packed_sequence_indices).
         """
         return self.decoder(input_ids=ids_NT, position_ids=position_NT, use_cache=False).last_hidden_state
+
+    def new_cache(self) -> Any:
+        """An empty key-value cache for `hidden_cached`: full or sliding, layer by layer, as the model's config says."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    def hidden_cached(self, ids_NT: Tensor, position_NT: Tensor, mask_NP: Tensor, cache: Any) -> Tensor:
+        """Last hidden states (N, T, H) of the next T tokens; their keys and values are added to `cache`.
+
+        `mask_NP` is 1 for each real position so far, these T included: prompts are padded on the left.
+        """
+        # transformers 5.24 renames the argument, and warns of the old name at every call
+        name = "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
+        out = self.decoder(
+            input_ids=ids_NT, position_ids=position_NT, attention_mask=mask_NP, use_cache=True, **{name: cache}
+        )
+        return out.last_hidden_state
 
     def logit_rule(self) -> tuple[float, float | None]:
         """(factor, soft cap) between the head's output and the logits: Cohere and Granite scale, Gemma 2 caps."""

@@ -56,6 +56,12 @@ def head_loss(base: Base, hidden_NTH: Tensor, index_KS: Tensor, target_KS: Tenso
     return HeadLoss(weighted, nll.view_as(target_KS), hit.view_as(target_KS))
 
 
+def next_logits(base: Base, hidden_NH: Tensor) -> Tensor:
+    """fp32 logits (N, V) of the token after each hidden state; rows lie lane by lane where the head is adapted."""
+    factor, cap = base.logit_rule()
+    return _to_logits(base.head(hidden_NH), factor, cap)
+
+
 def _to_logits(raw: Tensor, factor: float, cap: float | None) -> Tensor:
     logits = raw.float()
     if factor != 1.0:

@@ -23,6 +23,14 @@ class Asked:
     tokenizer: Any = None
     splitter: Any = None  # a scikit-learn splitter
 
+    @property
+    def stop_ids(self) -> list[int] | None:
+        """Stop tokens of a model in memory; None where they are to be read with the model."""
+        if self.model is None:
+            return None
+        found = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        return [found] if isinstance(found, int) else list(found or [])
+
 
 def gather(
     recipe: Recipe | str | os.PathLike[str] | Mapping[str, Any] | None,

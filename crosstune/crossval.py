@@ -169,7 +169,7 @@ def _config(asked: Asked) -> dict[str, Any]:
 def _encode(asked: Asked, rows: Rows, config: Mapping[str, Any], progress: Progress) -> tuple[Any, Tokens]:
     """The tokenizer with its padding and stop tokens, and all rows encoded."""
     recipe = asked.recipe
-    ready = ready_tokenizer(recipe.model, asked.tokenizer)
+    ready = ready_tokenizer(recipe.model, asked.tokenizer, stops=asked.stop_ids)
     limit = _limit(config, ready.tokenizer)
     with stage(progress, "tokenise", len(rows)):
         done = 0

@@ -45,8 +45,13 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     return ready_tokenizer(model).tokenizer
 
 
-def ready_tokenizer(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> ReadyTokenizer:
-    """Load the tokenizer, or take the one given (a copy is changed), and set template, padding and stop tokens."""
+def ready_tokenizer(
+    model: Model, tokenizer: PreTrainedTokenizerBase | None = None, *, stops: Iterable[int] | None = None
+) -> ReadyTokenizer:
+    """Load the tokenizer, or take the one given (a copy is changed), and set template, padding and stop tokens.
+
+    `stops`: the generation config's stop tokens, where the model is in memory; else they are read where it lies.
+    """
     tokenizer = _from_pretrained(model) if tokenizer is None else copy.deepcopy(tokenizer)
     if model.chat_template:
         tokenizer.chat_template = _template_text(model.chat_template)

@@ -93,9 +93,13 @@ def estimate(shape: ModelShape, settings: Settings, machine: Machine) -> Estimat
     kept = {**base_parts(shape, settings), **lane_parts(shape, settings)}
     moments = {
         "head": _head(shape, settings, head_chunk(shape.vocab, machine.kind)),
-        "backward": _backward(shape, settings),
-        "optimizer": {"optimizer temporaries": 4 * settings.lanes * _lane_numbers(shape, settings)},
+        "final norm": _final_norm(shape, settings),
     }
+    n = settings.checkpointed
+    if n < shape.layers:
+        moments["block"] = _block(shape, settings, shape.layers - n, n, again=False)
+    if n:
+        moments["recomputed block"] = _block(shape, settings, 0, n, again=True)
     at = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {**kept, **moments[at], "batch": batch_bytes(settings), "cuBLAS workspaces": machine.cublas_bytes}
     transient = sum(moments[at].values())
@@ -169,32 +173,61 @@ def head_chunk(vocab: int, kind: str) -> int:
     return max(8, HEAD_CHUNK_BYTES[kind] // (4 * vocab))
 
 
+def _stash(shape: ModelShape, settings: Settings, whole: int, inputs: int) -> dict[str, int]:
+    """What `whole` blocks and the inputs of `inputs` checkpointed ones keep for the backward pass."""
+    N, c = settings.pass_tokens, settings.number_bytes
+    saved = whole * saved_per_token(shape, settings)
+    if whole and not settings.checkpointed:
+        saved -= 4 * shape.hidden + 4  # the first norm reads the embeddings, which need no gradient
+    return {
+        "activations: saved": N * saved,
+        "activations: inputs of checkpointed layers": N * inputs * (c * shape.hidden + _kept_by_int8(shape, settings)),
+        "activations: rotary": 2 * c * shape.head_dim * settings.tokens,
+    }
+
+
+def _kept_by_int8(shape: ModelShape, settings: Settings) -> int:
+    """bitsandbytes' int8 product keeps its input outside autograd's care, so a checkpointed block can't let go of it."""
+    if settings.quantization != "int8":
+        return 0
+    return settings.number_bytes * (2 * shape.hidden + shape.queries + shape.intermediate)
+
+
 def _head(shape: ModelShape, settings: Settings, chunk: int) -> dict[str, int]:
     N, c, h = settings.pass_tokens, settings.number_bytes, shape.hidden
-    whole = shape.layers - settings.checkpointed
     return {
-        "activations: saved": N * whole * saved_per_token(shape, settings),
-        "activations: inputs of checkpointed layers": N * settings.checkpointed * c * h,
-        "activations: final norm": N * (4 * h + c * h),
+        **_stash(shape, settings, shape.layers - settings.checkpointed, settings.checkpointed),
+        "activations: final norm": N * (4 * h + 4 + c * h),
         "head: hidden states of the targets and their gradient": 2 * N * c * h,
         "head: logits of a chunk": 8 * min(N, chunk) * shape.vocab,  # fp32, and as much again inside logsumexp
     }
 
 
-def _backward(shape: ModelShape, settings: Settings) -> dict[str, int]:
-    """The backward pass in the block where most is alive: the topmost, or the topmost checkpointed one."""
+def _final_norm(shape: ModelShape, settings: Settings) -> dict[str, int]:
+    """The first thing that the backward pass meets, with all blocks' share still there: six fp32 copies of the states."""
+    N, c, h = settings.pass_tokens, settings.number_bytes, shape.hidden
+    return {
+        **_stash(shape, settings, shape.layers - settings.checkpointed, settings.checkpointed),
+        "backward: final norm": N * (6 * 4 * h + c * h),
+    }
+
+
+def _block(shape: ModelShape, settings: Settings, whole: int, inputs: int, again: bool) -> dict[str, int]:
+    """The MLP's backward pass in the topmost of these blocks."""
     N, c, h, f = settings.pass_tokens, settings.number_bytes, shape.hidden, shape.intermediate
-    block = N * saved_per_token(shape, settings)
-    whole = shape.layers - settings.checkpointed
-    temporaries = N * (3 * c * f + 2 * c * h + 4 * h)
-    if settings.dropout:
-        temporaries += N * 6 * f  # hashes (int32), the masked input
-    parts = {"backward: temporaries of a layer": temporaries, "dequantised weight": dequantized_bytes(shape, settings)}
-    inputs = N * settings.checkpointed * c * h
-    if settings.checkpointed and inputs + block > inputs + whole * block:
-        return {"activations: inputs of checkpointed layers": inputs, "activations: layer made again": block, **parts}
-    saved = {"activations: saved": whole * block, "activations: inputs of checkpointed layers": inputs}
-    return {**saved, **parts}
+    product = c * f * any(linear.reads == "product" for linear in settings.targets)  # let go before the peak
+    low = c * settings.rank
+    plain = N * (3 * c * f - product + 2 * c * h + low)
+    masked = N * (2 * c * f + 5 * f) if settings.dropout else 0  # int32 hashes, the mask, two masked copies
+    weight = dequantized_bytes(shape, settings)
+    undone = N * (2 * c * f + c * h + low) + weight if weight else 0
+    parts = _stash(shape, settings, whole, inputs)
+    if again:
+        parts["activations: layer made again"] = N * saved_per_token(shape, settings)
+    at_weight = undone > plain
+    parts["backward: temporaries of a layer"] = masked + (undone - weight if at_weight else plain)
+    parts["dequantised weight"] = weight if at_weight else 0
+    return parts
 
 
 def dequantized_bytes(shape: ModelShape, settings: Settings) -> int:
@@ -207,8 +240,8 @@ def dequantized_bytes(shape: ModelShape, settings: Settings) -> int:
 
 
 def batch_bytes(settings: Settings) -> int:
-    """Ids, targets and weights of a pass (8 + 8 + 4 bytes a token)."""
-    return 20 * settings.pass_tokens
+    """Ids, places of targets, targets, weights, losses and hits of a pass; with dropout a key a token."""
+    return (8 + 8 + 8 + 4 + 4 + 1 + 4 * settings.dropout) * settings.pass_tokens
 
 
 def fragmentation_bytes(transient: int, machine: Machine) -> int:

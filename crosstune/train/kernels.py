@@ -69,11 +69,18 @@ def int8_multiplied(x: Tensor, quantised: Tensor, weight: Tensor, *_: Any, **__:
     return x.new_empty((*quantised.shape[:-1], weight.shape[0])), x.new_empty(0)
 
 
+def log_sum_exp(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """aten::logsumexp: exp(x - max), as large as x (ATen/native/ReduceOps.cpp)."""
+    return [args[0].numel() * args[0].element_size()]
+
+
 STAND_INS: dict[str, StandIn] = {
     "bitsandbytes::int8_vectorwise_quant": int8_quantised,
     "bitsandbytes::int8_mixed_scaled_mm": int8_multiplied,
 }
+CPU_TEMPORARIES: dict[str, Temporaries] = {"aten::logsumexp": log_sum_exp}
 CUDA_TEMPORARIES: dict[str, Temporaries] = {
+    **CPU_TEMPORARIES,
     "bitsandbytes::gemm_4bit": four_bit_product,
     "bitsandbytes::int8_vectorwise_quant": int8_quantise,
     "bitsandbytes::int8_mixed_scaled_mm": int8_product,

@@ -27,7 +27,7 @@ from crosstune.model.attach import Slots, attached, resolve_targets
 from crosstune.model.base import DTYPES, Base
 from crosstune.recipe import Evaluate, Lora, Train
 from crosstune.train import step as training
-from crosstune.train.kernels import CUDA_TEMPORARIES, STAND_INS, attention_of
+from crosstune.train.kernels import CPU_TEMPORARIES, CUDA_TEMPORARIES, STAND_INS, attention_of
 from crosstune.train.lane import Lane, LaneJob
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.quantized import quantize_linears
@@ -59,7 +59,7 @@ def rehearse(
 
     `config`: the mapping in the model's config.json.
     """
-    hidden = CUDA_TEMPORARIES if machine.kind == "cuda" else {}
+    hidden = CUDA_TEMPORARIES if machine.kind == "cuda" else CPU_TEMPORARIES
     tracker = Tracker(hidden, STAND_INS)
     with _as_on(machine.kind), tracker:
         base = meta_base(config, settings)
@@ -140,15 +140,19 @@ def _as_on(kind: str) -> Iterator[None]:
 @contextmanager
 def _marked(tracker: Tracker, base: Base, optimizer: LaneAdamW) -> Iterator[None]:
     """Mark the ends of forward, head, backward and optimizer."""
-    real_loss, real_step = training.head_loss, optimizer.step
+    real_loss, real_pass, real_step = training.head_loss, training.run_pass, optimizer.step
 
     def loss(*args: Any) -> Any:
         out = real_loss(*args)
         tracker.mark("head")
         return out
 
-    def step(*args: Any) -> Any:
+    def run_pass(*args: Any) -> Any:
+        out = real_pass(*args)
         tracker.mark("backward")
+        return out
+
+    def step(*args: Any) -> Any:
         out = real_step(*args)
         tracker.mark("optimizer")
         return out
@@ -158,7 +162,11 @@ def _marked(tracker: Tracker, base: Base, optimizer: LaneAdamW) -> Iterator[None
 
     hook = base.decoder.register_forward_hook(forward_ended)
     try:
-        with patch.object(training, "head_loss", loss), patch.object(optimizer, "step", step):
+        with (
+            patch.object(training, "head_loss", loss),
+            patch.object(training, "run_pass", run_pass),
+            patch.object(optimizer, "step", step),
+        ):
             yield
     finally:
         hook.remove()

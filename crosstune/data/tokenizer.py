@@ -55,7 +55,7 @@ def ready_tokenizer(
     tokenizer = _from_pretrained(model) if tokenizer is None else copy.deepcopy(tokenizer)
     if model.chat_template:
         tokenizer.chat_template = _template_text(model.chat_template)
-    stop_ids = find_stop_ids(tokenizer, generation_stop_ids(model))
+    stop_ids = find_stop_ids(tokenizer, generation_stop_ids(model) if stops is None else stops)
     pad, findings = choose_pad(tokenizer, stop_ids, asked=model.pad_token)
     tokenizer.pad_token = pad
     return ReadyTokenizer(tokenizer, int(tokenizer.get_vocab()[pad]), stop_ids, tuple(findings))

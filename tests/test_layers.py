@@ -16,7 +16,8 @@ ORDER = """
     memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.plan
     data.lint.fault data.lint.faults_file data.lint.faults_rows data.lint.faults_tokens data.lint.faults_folds data.lint.faults_settings
     data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.csv_words data.lint.duplicates data.lint.lengths
-    data.lint.balance data.lint.embedding data.lint.settings data.lint.report data.lint.rowpass data.lint.onepass
+    data.lint.balance data.lint.embedding data.lint.base data.lint.settings data.lint.folds data.lint.report data.lint.rowpass
+    data.lint.tokenpass data.lint.onepass
     store.files store.secrets store.journal store.lock store.same store.run
     model.device model.lora model.base model.attach model.head
     train.lane train.optimizer train.step train.evaluate train.generate train.choice train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave train.recover

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.data.render import Renderer
-from crosstune.data.rows import Row, Rows
+from crosstune.data.rows import Row
 from crosstune.data.template import RowError
 from crosstune.errors import Finding, Place
 from crosstune.recipe import Data
@@ -44,11 +44,12 @@ class TokenFaults:
                 if key in _WRITTEN and (not self.extras.get(key) or self.extras[key][-1] is not row):
                     self.extras.setdefault(key, []).append(row)
 
-    def findings(self, max_tokens: int, rows: Rows, renderer: Renderer) -> Iterator[Finding]:
-        where = Place(rows.name)
+    def findings(self, max_tokens: int, renderer: Renderer, *, name: str, num_rows: int) -> Iterator[Finding]:
+        """What there is to say about `num_rows` rows of the source `name`."""
+        where = Place(name)
         yield from self._refused()
         if self.masked:
-            many = f"{len(self.masked)} of {len(rows.rows)} rows"
+            many = f"{len(self.masked)} of {num_rows} rows"
             fix = ("Check data.answer_after: it must stand in the text exactly as written." if self.data.answer_after
                    else "End each conversation with an assistant turn.")  # fmt: skip
             yield self._row_error(
@@ -83,7 +84,8 @@ class TokenFaults:
             if renderer.ignored(rows[0], key):
                 # Templates that think leave the thoughts of earlier turns out on purpose: no more than a warning.
                 yield Finding("unsupported-field", "error" if key == "tool_calls" else "warning",
-                              f"the chat template writes nothing of {key}, which {len(rows)} row(s) have: {_said(numbers)}",
+                              f"the chat template writes nothing of {key}, which {len(rows)} row(s) have: "
+                              f"{_said(numbers)}",
                               f"Use a chat template that writes {key}, or remove it from the rows.",
                               tuple(numbers), len(numbers), where)  # fmt: skip
 

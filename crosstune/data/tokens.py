@@ -126,7 +126,8 @@ def _encode_rows(
             progress(min(begin + _BATCH_ROWS, len(rows.rows)), len(rows.rows))
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     talk = any(row.shape == "messages" for row in rows.rows)
-    findings = [*template_findings(renderer, conversations=talk), *faults.findings(max_tokens, rows, renderer)]
+    said = faults.findings(max_tokens, renderer, name=rows.name, num_rows=len(rows))
+    findings = [*template_findings(renderer, conversations=talk), *said]
     empty = np.zeros(0, dtype=np.int32)
     return np.concatenate([empty, *ids]), np.concatenate([empty.astype(bool), *learn]), starts, findings
 

@@ -4,7 +4,7 @@
 fix, and docs/findings.md is written from it.
 """
 
-from crosstune.data.lint.onepass import lint
+from crosstune.data.lint.onepass import lint, lint_rows
 from crosstune.data.lint.report import LintReport
 
-__all__ = ["LintReport", "lint"]
+__all__ = ["LintReport", "lint", "lint_rows"]

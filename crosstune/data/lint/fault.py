@@ -39,16 +39,12 @@ class Fault:
         severity: Severity | None = None,
     ) -> Finding:
         """A finding of this code. `severity` only where the same fault weighs less in some settings."""
-        numbers = tuple(int(row) for row in rows)
         return Finding(
             code=self.code,
             severity=severity or self.severity,
             message=message,
             fix=fix or self.fix,
-            rows=numbers[:MOST_ROWS],
-            count=len(numbers),
+            rows=tuple(rows),
+            count=len(rows),
             where=where or Place(),
         )
-
-
-MOST_ROWS = 1000  # row numbers a finding carries; `count` has the true number

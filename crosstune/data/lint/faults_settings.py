@@ -96,8 +96,8 @@ SETTING_FAULTS = (
         "An option that the other options leave without effect",
         "What was meant by it doesn't happen.",
         "Remove it, or change the option it depends on.",
-        bad="folds: {kind: kfold, group: well}\n",
-        good="folds: {kind: group, group: well}\n",
+        bad="folds: {kind: kfold, repeats: 5}\n",
+        good="folds: {kind: repeated-kfold, repeats: 5}\n",
         file="recipe.yaml",
     ),
     Fault(

@@ -65,6 +65,18 @@ CONTENT_FAULTS = (
         under=("data.learn=assistant",),
     ),
     Fault(
+        "unsupported-field",
+        "error",
+        "Tool calls (or thoughts: a warning) of which the chat template writes nothing",
+        "The model would learn to answer without the call that the answer came from.",
+        "Use a chat template that writes the field, or remove it from the rows.",
+        bad=chat("user: How deep is tank 4?", "assistant: 2.1 metres.").replace(
+            '"2.1 metres."', '"2.1 metres.", "tool_calls": [{"function": {"name": "depth", "arguments": {"tank": 4}}}]'
+        ),
+        good=chat("user: How deep is tank 4?", "assistant: 2.1 metres."),
+        source="https://github.com/modelscope/ms-swift/pull/10125",
+    ),
+    Fault(
         "completion-mask-empty",
         "error",
         "Rows in which nothing is learned",
@@ -142,7 +154,6 @@ TEMPLATE_FAULTS = (
         "A template that doesn't open an assistant turn when it is asked to",
         "At use time the model has to write the header itself, which it was not taught.",
         "Mend the template: open the turn if add_generation_prompt is true.",
-        bad=GOOD,
     ),
     Fault(
         "no-end-of-turn",
@@ -150,7 +161,6 @@ TEMPLATE_FAULTS = (
         "A template that ends an assistant turn with no control token",
         "The model never learns when to stop.",
         "Mend the template: end each assistant turn with the stop token.",
-        bad=GOOD,
         source="https://github.com/meta-llama/llama-cookbook/issues/640",
     ),
     Fault(
@@ -208,6 +218,29 @@ TEMPLATE_FAULTS = (
         "Usual: rows are padded to a round number. Nothing is resized.",
         "Nothing.",
         bad=GOOD,
+    ),
+    Fault(
+        "generation-prompt-mismatch",
+        "warning",
+        "A template that opens a turn otherwise than it writes one",
+        "What the model is given at use time isn't what it was trained to go on from.",
+        "Check that the template's generation prompt equals the header of its assistant turns.",
+    ),
+    Fault(
+        "max-tokens",
+        "note",
+        "The length to which rows are cut, where none was set",
+        "No silent default: it is the model's own limit.",
+        "Set data.max_tokens for another.",
+        bad=GOOD,
+    ),
+    Fault(
+        "max-tokens-over-limit",
+        "warning",
+        "Rows longer than the model was made for",
+        "Positions beyond its limit were never trained.",
+        "Set data.max_tokens to the model's limit or less.",
+        under=("data.max_tokens=100000",),
     ),
     Fault(
         "template-date",

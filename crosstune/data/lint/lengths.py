@@ -1,16 +1,14 @@
-"""Rows far longer than the others, and rows that max_tokens cuts."""
+"""Rows far longer than the others."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.data.lint.catalogue import FAULTS
-from crosstune.data.load import Row
 from crosstune.errors import Finding, Place
 
 # Lengths of real rows are roughly log-normal with a sigma of about 1: the longest of 40 is then some 2.4 times the
@@ -56,17 +54,3 @@ def longest_usual(lengths: NDArray[np.int64]) -> int | None:
         if ordered[-count] > FACTOR * ordered[-count - 1]:
             return int(ordered[-count - 1])
     return int(ordered[-1])
-
-
-def check_cut(row: Row, learn: Sequence[bool], max_tokens: int) -> Iterator[Finding]:
-    """What max_tokens leaves of a row's answer. `learn`: the row's tokens, True where one is a target."""
-    if len(learn) <= max_tokens:
-        return
-    targets, kept = int(np.count_nonzero(learn)), int(np.count_nonzero(learn[:max_tokens]))
-    if not targets or kept == targets:
-        return
-    message = (
-        f"row {row.number} has {len(learn)} tokens; of its {targets} targets, max_tokens {max_tokens} leaves {kept}"
-    )
-    code = "response-truncated" if kept else "response-fully-truncated"
-    yield FAULTS[code].found(message, [row.number], replace(row.where))

@@ -1,53 +1,228 @@
-"""`lint`: all findings about a data set or a recipe, in one pass over the rows."""
+"""`lint`: all findings about a file or a recipe, and `lint_rows`: about rows in memory. One pass over the rows each."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from crosstune.data.lint import settings
+from crosstune.data.lint.base import check_base, check_stop_token, check_template_source, config_of
 from crosstune.data.lint.catalogue import FAULTS
+from crosstune.data.lint.folds import check_split
 from crosstune.data.lint.marks import Marks
 from crosstune.data.lint.report import Collector, LintReport
 from crosstune.data.lint.rowpass import RowPass
-from crosstune.data.load import Row, read_rows
-from crosstune.errors import DataError, Finding, Place
+from crosstune.data.lint.tokenpass import TokenPass
+from crosstune.data.load import Row, Rows, leave_out, load_rows, read_rows
+from crosstune.data.template import ChatTemplate
+from crosstune.data.tokenizer import ReadyTokenizer, generation_stop_ids, ready_tokenizer
+from crosstune.errors import DataError, Finding, ModelError, Place
+from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, Quiet, stage
-from crosstune.recipe import Data
+from crosstune.recipe import Data, Model, Recipe
+from crosstune.splits import Fold
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BATCH = 2000  # rows a batch: some hundred KB of text, small enough to stay in the processor's cache
+NO_LIMIT = 2**31
 
 
 def lint(
-    source: Any, *, data: Data | None = None, allow: Iterable[str] = (), progress: Progress | None = None
+    source: Any,
+    *,
+    model: Model | PreTrainedTokenizerBase | str | None = None,
+    data: Data | None = None,
+    allow: Iterable[str] = (),
+    progress: Progress | None = None,
 ) -> LintReport:
-    """Look at every row of a recipe, file, hub id, data frame or data set once, and list what is wrong with it."""
-    data = data or Data(path=str(source) if isinstance(source, str | os.PathLike) else "rows")
-    file = str(source) if isinstance(source, str | os.PathLike) else "rows"
-    collector = Collector()
-    rowpass = RowPass(file, data, collector, Marks())
+    """List everything wrong with a data set, or with a recipe and what it names.
+
+    source     a `Recipe` or its YAML file; or rows: a path, hub id, pandas DataFrame, `datasets.Dataset`, mappings
+    model      name, folder, .gguf file, `Model` section, or a tokenizer in memory; without one, nothing about tokens
+    data       how the rows are to be read, where `source` is rows
+    allow      codes of errors that stop nothing, besides the recipe's lint.allow
+
+    A file of rows streams by in bounded memory; a recipe's rows are loaded, since its folds are looked at too.
+    """
     progress = progress or Quiet()
-    with stage(progress, "lint"):
+    if isinstance(source, str | os.PathLike) and Path(source).suffix.lower() in (".yaml", ".yml"):
+        source = Recipe.load(source)
+    if isinstance(source, Recipe):
+        return _lint_recipe(source, model, tuple(allow), progress)
+    file = str(source) if isinstance(source, str | os.PathLike) else "rows"
+    look = Look(file, data or Data(path=file), model)
+    try:
+        look.over(read_rows(source, look.data), progress)
+    except DataError as error:
+        look.collector.add([FAULTS["unreadable"].found(error.problem, where=Place(file), fix=error.fix)])
+    look.finish()
+    return look.report(tuple(allow))
+
+
+def lint_rows(
+    rows: Rows,
+    recipe: Recipe,
+    *,
+    tokenizer: ReadyTokenizer | None = None,
+    splitter: Any = None,
+    progress: Progress | None = None,
+) -> LintReport:
+    """The same for rows in memory under a recipe. `splitter`: a scikit-learn splitter in place of the recipe's folds.
+
+    With `data.skip_bad_rows`, errors that name rows are warnings, and `left_out` has the rows to leave out.
+    """
+    look = Look(rows.name, recipe.data, tokenizer or recipe.model, label=recipe.folds.by)
+    look.over([*rows.findings, *rows.rows], progress or Quiet())
+    look.finish()
+    findings, left_out = look.collector.findings(), set[int]()
+    if recipe.data.skip_bad_rows:
+        said, left_out = leave_out(findings)
+        findings = tuple(said)
+    kept = rows.without(left_out)
+    about_folds, folds = check_split(kept, recipe.folds, tokens_per_row=look.tokens_of(kept), splitter=splitter)
+    collector = Collector()
+    collector.add([*findings, *about_folds, *_about_settings(recipe, kept, folds, look)])
+    return look.report(recipe.lint.allow, collector.findings(), left_out)
+
+
+def _lint_recipe(recipe: Recipe, model: Any, allow: tuple[str, ...], progress: Progress) -> LintReport:
+    allow = (*recipe.lint.allow, *allow)
+    recipe = recipe.model_copy(update={"lint": recipe.lint.model_copy(update={"allow": allow})})
+    if isinstance(model, str | Model):
+        recipe = recipe.model_copy(update={"model": Model(name=model) if isinstance(model, str) else model})
+    try:
+        rows = load_rows(recipe.data.path, recipe.data)
+    except DataError as error:
+        finding = FAULTS["unreadable"].found(error.problem, where=Place(recipe.data.path, field="data"), fix=error.fix)
+        others = _about_settings(recipe, None, (), None)
+        return LintReport((finding, *others), recipe.data.path, allowed=allow)
+    given = None
+    if model is not None and not isinstance(model, str | Model):
+        given = ready_tokenizer(recipe.model, model)
+    return lint_rows(rows, recipe, tokenizer=given, progress=progress)
+
+
+def _about_settings(recipe: Recipe, rows: Rows | None, folds: Sequence[Fold], look: Look | None) -> Iterator[Finding]:
+    config = config_of(recipe.model.name)
+    try:
+        shape = ModelShape.from_config(config) if config else None
+    except ModelError:
+        shape = None  # a config that lacks a size is refused where the model is planned
+    for check in (settings.check_adapter_scale, settings.check_learning_rate, settings.check_dropout):
+        yield from check(recipe)
+    yield from settings.check_without_effect(recipe)
+    yield from settings.check_targets(recipe, shape)
+    yield from settings.check_allowed(recipe.lint.allow)
+    num_sequences = None
+    if rows is not None and folds:
+        smallest = min(folds, key=lambda fold: len(fold.train))
+        num_rows = num_sequences = math.ceil(len(smallest.train) * recipe.train.share)
+        lengths = look.tokens_of(rows) if look is not None else None
+        if recipe.data.packing and lengths is not None and look is not None:
+            tokens = int(lengths[list(smallest.train)].sum() * recipe.train.share)
+            num_sequences = min(num_rows, math.ceil(tokens / look.max_tokens))
+            yield from settings.check_packing(recipe, num_rows, num_sequences)
+        yield from settings.check_steps(recipe, num_sequences)
+    yield from settings.check_warmup(recipe, num_sequences)
+
+
+class Look:
+    """One pass: rows in batches through `RowPass` and, where a tokenizer is known, `TokenPass`."""
+
+    def __init__(self, file: str, data: Data, model: Any, *, label: str | None = None) -> None:
+        self.file, self.data, self.collector = file, data, Collector()
+        self.model = Model(name=model) if isinstance(model, str) else model if isinstance(model, Model) else None
+        ready = model if isinstance(model, ReadyTokenizer) else self._ready(model)
+        marks = Marks(ready.tokenizer if ready else None, keep=data.special_text == "keep")
+        self.rowpass = RowPass(file, data, self.collector, marks, label=label)
+        self.tokenpass: TokenPass | None = None
+        self.num_seen = 0
+        if ready:
+            self.collector.add(ready.findings)
+            self.rowpass.lengths = None
+            limit = self._limit(ready.tokenizer)
+            self.tokenpass = TokenPass(file, ready.tokenizer, data, self.collector, limit=limit)
+
+    def _ready(self, model: Any) -> ReadyTokenizer | None:
+        if model is None:
+            return None
         try:
-            for batch in batches(read_rows(source, data), collector):
-                rowpass.add(batch)
+            if self.model is not None:
+                return ready_tokenizer(self.model)
+            return ready_tokenizer(Model(name=model.name_or_path or "tokenizer"), model)
+        except ModelError as error:
+            where = Place(field="model")
+            self.collector.add([FAULTS["model-unread"].found(error.problem, where=where, fix=error.fix)])
+            return None
+
+    def _limit(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        config = config_of(self.model.name) if self.model else {}
+        positions = (config.get("text_config") or config).get("max_position_embeddings")
+        return min(int(positions or NO_LIMIT), int(tokenizer.model_max_length), NO_LIMIT)
+
+    def over(self, items: Iterable[Row | Finding], progress: Progress) -> None:
+        """Look at every row."""
+        with stage(progress, "lint"):
+            for batch in self._batches(items):
+                self.rowpass.add(batch)
+                if self.tokenpass:
+                    self.tokenpass.add(batch)
                 progress.advance(len(batch))
-        except DataError as error:
-            collector.add([FAULTS["unreadable"].found(error.problem, where=Place(file), fix=error.fix)])
-        rowpass.finish()
-    return LintReport(collector.findings(), file, rowpass.num_rows, tuple(allow), frozenset(collector.bad_rows))
 
+    def _batches(self, items: Iterable[Row | Finding]) -> Iterator[list[Row]]:
+        batch: list[Row] = []
+        for item in items:
+            if type(item) is Row:
+                batch.append(item)
+                self.num_seen = max(self.num_seen, item.number)
+                if len(batch) == BATCH:
+                    yield batch
+                    batch = []
+            elif isinstance(item, Finding):
+                self.collector.add([item])
+                self.num_seen = max(self.num_seen, *item.rows, 0)
+        if batch:
+            yield batch
 
-def batches(items: Iterator[Row | Finding], collector: Collector) -> Iterator[list[Row]]:
-    """The rows, some thousand at a time; findings between them go to the collector."""
-    batch: list[Row] = []
-    for item in items:
-        if type(item) is Row:
-            batch.append(item)
-            if len(batch) == BATCH:
-                yield batch
-                batch = []
-        else:
-            collector.add([item])  # type: ignore[list-item]
-    if batch:
-        yield batch
+    def finish(self) -> None:
+        """What only all rows together show, and what is wrong with the model itself."""
+        self.rowpass.finish()
+        if self.tokenpass is None:
+            return
+        self.tokenpass.finish()
+        tokenizer, used = self.tokenpass.tokenizer, self.tokenpass.used
+        stops = generation_stop_ids(self.model) if self.model else []
+        if self.tokenpass.has_conversations:
+            self.collector.add(check_stop_token(tokenizer, ChatTemplate(tokenizer).end, stops))
+        if self.model:
+            self.collector.add(check_template_source(self.model))
+            self.collector.add(check_base(tokenizer, self.model, sorted(used.ids), used.highest))
+
+    @property
+    def max_tokens(self) -> int:
+        return self.tokenpass.max_tokens if self.tokenpass else self.data.max_tokens or NO_LIMIT
+
+    def tokens_of(self, rows: Rows) -> Any:
+        """Tokens of each of these rows, as they are trained on; None without a tokenizer."""
+        if self.tokenpass is None:
+            return None
+        lengths = self.tokenpass.lengths
+        by_number = dict(zip(lengths.numbers, lengths.lengths, strict=True))
+        return np.array([by_number.get(row.number, 0) for row in rows.rows], dtype=np.int64)
+
+    def report(
+        self,
+        allow: tuple[str, ...],
+        findings: tuple[Finding, ...] | None = None,
+        left_out: Iterable[int] = (),
+    ) -> LintReport:
+        """The findings as they stand."""
+        found = self.collector.findings() if findings is None else findings
+        return LintReport(found, self.file, self.num_seen, tuple(dict.fromkeys(allow)), frozenset(left_out))

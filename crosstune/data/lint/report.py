@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from crosstune.data.lint.catalogue import FAULTS
-from crosstune.data.lint.fault import MOST_ROWS
 from crosstune.errors import EXIT_REFUSED, Finding, Place, Refused
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ SHOWN_SINGLY = 100  # findings of one code and severity kept one by one; the res
 SEVERITIES = ("error", "warning", "note")
 COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 SHOWN_EXAMPLES = 2
+MOST_ROWS = 1000  # row numbers written for one finding; `count` has the true number
 
 
 class Collector:
@@ -27,13 +27,10 @@ class Collector:
         self._kept: list[Finding] = []
         self._more: dict[tuple[str, str], list[Any]] = {}  # (code, severity) → [first finding beyond, rows, count]
         self._seen: dict[tuple[str, str], int] = {}
-        self.bad_rows: set[int] = set()
 
     def add(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             key = (finding.code, finding.severity)
-            if finding.severity == "error":
-                self.bad_rows.update(finding.rows)
             self._seen[key] = seen = self._seen.get(key, 0) + 1
             if seen <= SHOWN_SINGLY:
                 self._kept.append(finding)
@@ -41,7 +38,7 @@ class Collector:
             if key not in self._more:
                 self._more[key] = [finding, [], 0]
             rest = self._more[key]
-            rest[1] += finding.rows[: MOST_ROWS - len(rest[1])]
+            rest[1] += finding.rows
             rest[2] += finding.count or len(finding.rows) or 1
 
     def findings(self) -> tuple[Finding, ...]:
@@ -63,7 +60,7 @@ class LintReport:
     source: str = ""
     num_rows: int = 0
     allowed: tuple[str, ...] = ()
-    bad_rows: frozenset[int] = field(default=frozenset(), repr=False)  # rows with an error that isn't allowed
+    left_out: frozenset[int] = field(default=frozenset(), repr=False)  # rows that data.skip_bad_rows leaves out
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -136,7 +133,7 @@ def as_json(finding: Finding, allowed: Sequence[str] = ()) -> dict[str, Any]:
     out: dict[str, Any] = {
         "code": finding.code,
         "severity": finding.severity,
-        "rows": list(finding.rows),
+        "rows": list(finding.rows[:MOST_ROWS]),
         "count": finding.count or len(finding.rows),
         "where": {name: value for name, value in where.items() if value not in (None, "")},
         "message": finding.message,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from crosstune.data.lint.catalogue import FAULTS
 from crosstune.errors import Finding, Place
 from crosstune.memory.shape import ModelShape
-from crosstune.recipe import GROUP_KINDS, STRATIFIED_KINDS, Recipe
+from crosstune.recipe import Recipe
 
 # Published settings and a factor of two to spare: alpha / rank from QLoRA's 16/64 to "LoRA Without Regret"'s 32/1.
 SCALES = (1 / 8, 64.0)
@@ -91,8 +91,6 @@ def check_without_effect(recipe: Recipe) -> Iterator[Finding]:
     folds, data, kind = recipe.folds, recipe.data, recipe.folds.kind
     default = type(folds).model_fields
     given = {
-        "folds.group": folds.group is not None and kind not in GROUP_KINDS,
-        "folds.by": folds.by is not None and kind not in (*STRATIFIED_KINDS, "time-series", "column"),
         # A saved recipe holds every option: what stands at its default wasn't asked for.
         "folds.repeats": folds.repeats != default["repeats"].default and not kind.startswith("repeated"),
         "folds.test_share": folds.test_share != default["test_share"].default and kind != "shuffle",

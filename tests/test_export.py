@@ -21,9 +21,9 @@ I02 = re.compile(r"^base_model\.model\.model\.layers\.[01]\.self_attn\.[qv]_proj
 
 
 def export(
-    folder: Path, base: Path, lora: Lora, targets: tuple[str, ...] = ("q_proj", "v_proj"), **changed
+    folder: Path, base: Path, lora: Lora, targets: tuple[str, ...] = ("q_proj", "v_proj"), *, tensors=None, **changed
 ) -> dict[str, torch.Tensor]:
-    tensors = random_adapter(base, lora, targets)
+    tensors = tensors or random_adapter(base, lora, targets)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token_id = 364
     options = {

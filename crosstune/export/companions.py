@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from crosstune.errors import ModelError
 from crosstune.export.adapter import GENERATION, write_json
 from crosstune.export.merger import Merger
-from crosstune.export.weights import first_line
+from crosstune.model.base import first_line
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -25,13 +25,13 @@ TOKENIZER = (
 TEMPLATES = "additional_chat_templates"
 
 
-def write_companions(merger: Merger, out: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def write_companions(merger: Merger, out: Path) -> PreTrainedTokenizerBase:
     """Write tokenizer, generation config and the model's own code into `out`; the tokenizer as it loads from there."""
     base, adapter = merger.weights.folder, merger.adapter.folder
-    _copy_tokenizer(adapter if _has_tokenizer(adapter) else base, out)
+    _copy_tokenizer(adapter if has_tokenizer(adapter) else base, out)
     for code in base.glob("*.py"):
         shutil.copy(code, out)
-    tokenizer = load_saved_tokenizer(out, trust_remote_code=trust_remote_code)
+    tokenizer = load_saved_tokenizer(out)
     if len(tokenizer) > merger.adapter.vocab_size:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} entries, the embedding only {merger.adapter.vocab_size} rows",
@@ -69,10 +69,10 @@ def generation_fields(base: Path, adapter: Path, tokenizer: PreTrainedTokenizerB
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def load_saved_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`."""
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"the tokenizer of {folder.name!r} can't be read: {first_line(error)}",
@@ -85,7 +85,8 @@ def stop_ids_in(folder: Path) -> tuple[int, ...]:
     return tuple(_ids(_read_json(folder / GENERATION).get("eos_token_id")))
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer was saved in `folder`."""
     return (folder / "tokenizer_config.json").is_file()
 
 

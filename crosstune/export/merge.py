@@ -27,7 +27,14 @@ from crosstune.export.folder import CHECKSUMS, new_folder, refuse_occupied, writ
 from crosstune.export.merger import Merger, plan_merge, write_shards, wrong_tensors
 from crosstune.export.origin import find_origin
 from crosstune.export.quantize import Quantization, write_quantized
-from crosstune.export.saved import adapter_config, adapter_folder, read_adapter, read_facts, recorded_checksums
+from crosstune.export.saved import (
+    adapter_config,
+    adapter_folder,
+    model_config,
+    read_adapter,
+    read_facts,
+    recorded_checksums,
+)
 from crosstune.export.serve import serve_commands, serve_section, write_modelfile
 from crosstune.export.verify import (
     EncodedRow,
@@ -116,7 +123,7 @@ def merge(
         scratch = Path(scratch_name)
         origin = find_origin(name, scratch / "base", into_quantized=into_quantized, dtype=_dtype(dtype))
         refuse_other_weights(origin.named_folder, recorded_checksums(folder))
-        adapter = read_adapter(folder, origin.weights.folder)
+        adapter = read_adapter(folder, model_config({"pretrained_model_name_or_path": origin.weights.folder}))
         merger = plan_merge(origin.weights, adapter, _dtype(dtype))
         refuse_full_disk(place, merger.num_bytes * (1 if quantize == "none" else 2))
         with new_folder(place, marker=CHECKSUMS) as work:

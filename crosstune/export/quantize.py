@@ -36,7 +36,7 @@ def write_plain(source: Path, out: Path, dtype: torch.dtype) -> None:
         else:
             need_bitsandbytes()
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map={"": "cpu"}).dequantize()
-        model.to(dtype=dtype).save_pretrained(out)
+        torch.nn.Module.to(model, dtype).save_pretrained(out)
 
 
 def need_bitsandbytes() -> None:

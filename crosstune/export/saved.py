@@ -6,6 +6,7 @@ formulas below are those of its `merge` (LoRA, DoRA, embeddings, whole modules, 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
@@ -20,12 +21,12 @@ from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from crosstune.errors import ModelError
 from crosstune.export.adapter import BASE_CHECKSUMS, CONFIG, FACTS, WEIGHTS
 from crosstune.export.folder import wrong_checksums
-from crosstune.export.weights import first_line
+from crosstune.model.base import first_line
 
 PREFIX = "base_model.model."
 
@@ -108,9 +109,8 @@ def adapter_folder(source: str | Path) -> Path:
     place = Path(source).expanduser()
     if (place / CONFIG).is_file():
         return place
-    for inside in (place / "adapter", place / "best" / "adapter"):
-        if (inside / CONFIG).is_file():
-            return inside
+    if (place / "adapter" / CONFIG).is_file():
+        return place / "adapter"
     fits = sorted(config.parent for config in place.glob(f"lanes/*/all/adapter/{CONFIG}"))
     if len(fits) == 1:
         return fits[0]
@@ -124,6 +124,12 @@ def adapter_folder(source: str | Path) -> Path:
     raise ModelError(
         f"{str(source)!r} holds no adapter: there is no {CONFIG}", "Give the folder of a PEFT adapter or a run."
     )
+
+
+def holds_adapter(source: str | Path) -> bool:
+    """Whether `source` is a PEFT adapter's folder or a run (with a fit or without)."""
+    place = Path(source).expanduser()
+    return (place / CONFIG).is_file() or (place / "adapter" / CONFIG).is_file() or (place / "journal.jsonl").is_file()
 
 
 def adapter_config(folder: Path) -> LoraConfig:
@@ -154,16 +160,26 @@ NOT_MERGED = (
 )  # fmt: skip
 
 
-def read_adapter(folder: Path, base_config: Path, *, trust_remote_code: bool = False) -> SavedAdapter:
-    """Read the adapter in `folder` and check it, key by key, against the base whose config.json is in `base_config`."""
+def read_adapter(folder: Path, base_config: PretrainedConfig) -> SavedAdapter:
+    """Read the adapter in `folder` and check it, key by key, against a base with this config."""
     config = adapter_config(folder)
+    tensors, model = _checked(folder, config, base_config)
+    return _saved(folder, config, tensors, model)
+
+
+def check_adapter(folder: Path, base_config: PretrainedConfig) -> None:
+    """Refuse an adapter that is damaged, or whose keys don't fit a base with this config."""
+    _checked(folder, adapter_config(folder), base_config)
+
+
+def _checked(folder: Path, config: LoraConfig, base_config: PretrainedConfig) -> tuple[dict[str, Tensor], Any]:
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{folder / WEIGHTS} can't be read: {first_line(error)}", "Write the adapter again (fit, or run)."
         ) from None
-    model = _on_meta(config, base_config, _rows_in(tensors), trust_remote_code)
+    model = _on_meta(config, base_config, _rows_in(tensors))
     refuse_wrong_keys(tensors, _expected(model), folder)
     wrong = wrong_checksums(folder)
     if wrong:
@@ -171,7 +187,17 @@ def read_adapter(folder: Path, base_config: Path, *, trust_remote_code: bool = F
     infinite = [key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
     if infinite:
         raise ModelError(f"{infinite[0]} holds numbers that are not finite", "Train that lane again.")
-    return _saved(folder, config, tensors, model)
+    return tensors, model
+
+
+def model_config(place: Mapping[str, Any]) -> PretrainedConfig:
+    """The base's config, from `from_pretrained` arguments that say where."""
+    try:
+        return AutoConfig.from_pretrained(**place)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the base's config can't be read: {first_line(error)}", "Name a base that transformers opens with base=…."
+        ) from None
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -206,21 +232,20 @@ def refuse_wrong_keys(tensors: Mapping[str, Tensor], expected: Mapping[str, tupl
         )
 
 
-def _on_meta(config: LoraConfig, base_config: Path, rows: int | None, trust_remote_code: bool) -> Any:
+def _on_meta(config: LoraConfig, base_config: PretrainedConfig, rows: int | None) -> Any:
     """PEFT's model of this adapter without memory: names, shapes and scales only."""
-    model_config = AutoConfig.from_pretrained(base_config, trust_remote_code=trust_remote_code)
-    model_config.quantization_config = None
+    base_config = copy.deepcopy(base_config)
+    base_config.quantization_config = None
     if rows is not None:
-        model_config.get_text_config().vocab_size = rows
+        base_config.get_text_config().vocab_size = rows
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT's advice about tied weights: handled in merge
-            base = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
-            return get_peft_model(base, config, low_cpu_mem_usage=True)
+            warnings.simplefilter("ignore")  # PEFT's advice about tied weights: handled in merger.py
+            base = AutoModelForCausalLM.from_config(base_config)
+            return get_peft_model(base, copy.deepcopy(config), low_cpu_mem_usage=True)
     except ValueError as error:
         raise ModelError(
-            f"the adapter doesn't fit its base: {first_line(error)}",
-            "Name the base it was trained on with base=….",
+            f"the adapter doesn't fit its base: {first_line(error)}", "Name the base it was trained on with base=…."
         ) from None
 
 

@@ -218,7 +218,7 @@ class Loading:
         where = torch.device(device)
         free_bytes = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else psutil.virtual_memory().available
         fits = num_parameters * 4 * 1.2 < free_bytes
-        return cls(where, torch.float32 if fits else stored, trust_remote_code)
+        return cls(where, torch.float32 if fits else stored)
 
     def noise(self, outputs: Outputs, stored: str, num_matrices: int) -> float:
         """Mean logit difference to expect where weights are `stored` so (bfloat16, nf4 …) and multiplied in `dtype`."""
@@ -228,7 +228,7 @@ class Loading:
         """The model in `folder`, ready to answer."""
         options: dict[str, Any] = {"dtype": self.dtype, "device_map": {"": self.device}}
         with quiet_loading():
-            model = AutoModelForCausalLM.from_pretrained(folder, **options, trust_remote_code=self.trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(folder, **options)
         return model.eval()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from crosstune.errors import ModelError, RunError
 from crosstune.export.folder import sha256
+from crosstune.model.base import first_line
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py")
@@ -86,11 +87,6 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         raise RunError(
             f"writing {file.name} failed: {first_line(error)}", "Free some space or choose another disk."
         ) from None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of another library's message; never empty."""
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:

@@ -81,7 +81,7 @@ def read_records(path: Path, kind: Kind) -> Iterator[Record | Finding]:
     found = False
     try:
         for item in reader(path):
-            found = True
+            found = found or isinstance(item, Record) or item.severity == "error"
             yield item
     except OSError as error:
         raise DataError(f"{path} can't be read: {error}", "Check the file and its disk.") from None

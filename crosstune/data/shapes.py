@@ -23,9 +23,6 @@ PAIRS = (
     ("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("query", "response"),
     ("instruction", "response"), ("instruction", "completion"), ("input", "output"), ("prompt", "answer"),
 )  # fmt: skip
-KINDS: Mapping[str, Shape] = {
-    "messages": "messages", "sharegpt": "messages", "alpaca": "messages", "prompt": "prompt", "text": "text",
-}  # fmt: skip
 MOST_NUMBERS = 20  # row numbers kept for a finding about many rows
 _CACHED_KEYS = 512
 
@@ -35,7 +32,8 @@ class ShapeReader:
 
     def __init__(self, data: Data, name: str, *, parse_strings: bool) -> None:
         self.data, self.name, self.parse_strings = data, name, parse_strings
-        self.kinds: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()  # as said: "messages", "sharegpt", "prompt (question → answer)"
+        self.shapes: Counter[Shape] = Counter()
         self.numbers: dict[Shape, list[int]] = {}
         self.fields: dict[str, str] = {}
         self._known: dict[tuple[str, ...], tuple[str, ...] | None] = {}
@@ -71,6 +69,7 @@ class ShapeReader:
             place = Place(self.name, line, field=fault.path)
             return [Finding(fault.code, "error", f"row {number}: {fault.message}", fault.fix, (number,), 1, place)]
         self.kinds[self._kind_said(layout)] += 1
+        self.shapes[row.shape] += 1
         numbers = self.numbers.setdefault(row.shape, [])
         if len(numbers) < MOST_NUMBERS:
             numbers.append(number)
@@ -97,15 +96,12 @@ class ShapeReader:
 
     def finish(self) -> Iterator[Finding]:
         """What the source was told to be, and the rows that are of another shape than most."""
-        shapes: Counter[Shape] = Counter()
-        for said, count in self.kinds.items():
-            shapes[KINDS[said.split(" ")[0]]] += count
-        if not shapes:
+        if not self.shapes:
             return
         said = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
         yield Finding("shape", "note", f"{self.name}: shape told from the columns: {said}",
-                      "If that is wrong, set data.shape.", (), sum(shapes.values()), Place(self.name))  # fmt: skip
-        (most, majority), *others = shapes.most_common()
+                      "If that is wrong, set data.shape.", (), self.shapes.total(), Place(self.name))  # fmt: skip
+        (most, majority), *others = self.shapes.most_common()
         for shape, count in others:
             numbers = tuple(self.numbers[shape])
             yield Finding("other-shape", "warning",
@@ -117,10 +113,7 @@ class ShapeReader:
     @property
     def shape(self) -> str:
         """Shape of most rows read so far; "" before any."""
-        shapes: Counter[str] = Counter()
-        for said, count in self.kinds.items():
-            shapes[KINDS[said.split(" ")[0]]] += count
-        return shapes.most_common(1)[0][0] if shapes else ""
+        return self.shapes.most_common(1)[0][0] if self.shapes else ""
 
     # --- which columns hold what: (kind, main column, …) -----------------------------------------------------------
 

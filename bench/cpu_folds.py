@@ -43,19 +43,14 @@ def main() -> None:
 
 
 def write_recipe(given: argparse.Namespace, folder: Path) -> Path:
-    from crosstune.demo import demo_recipe
+    from crosstune.demo import DemoSize, demo_recipe
     from crosstune.progress import Lines
 
-    model, out = given.model, str(folder / "run")
-    recipe = demo_recipe(rows=given.rows, folds=FOLDS, epochs=given.epochs, out=out, model=model, progress=Lines())
-    tree = recipe.model_dump(mode="json")
-    tree["train"]["batch_size"] = BATCH
-    tree["device"]["precision"] = given.precision
-    tree["device"]["kind"] = "cpu"
-    from crosstune.recipe import Recipe
-
+    size = DemoSize(rows=given.rows, folds=FOLDS, epochs=given.epochs)
+    changes = ["device.kind=cpu", f"device.precision={given.precision}", f"train.batch_size={BATCH}"]
+    recipe = demo_recipe(size, changes, out=str(folder / "run"), model=given.model, progress=Lines())
     file = folder / "recipe.yaml"
-    file.write_text(Recipe.build(tree).to_yaml())
+    file.write_text(recipe.to_yaml())
     return file
 
 

@@ -80,19 +80,23 @@ def run(recipe: str, changes: tuple[str, ...], out: str | None, as_json: bool) -
 
 
 @crosstune.command()
+@changes_argument
 @click.option("--rows", type=int, help="Question–answer rows.")
 @click.option("--folds", type=int, help="Folds, stratified by category.")
 @click.option("--epochs", type=float, help="Passes over the training rows.")
 @click.option("--model", metavar="PATH", help="Another model: hub id, folder or .gguf file.")
 @click.option("--out", metavar="DIR", default="runs/demo", show_default=True, help="The run folder.")
 @json_flag
-def demo(model: str | None, out: str, as_json: bool, **sizes: Any) -> int:
+def demo(changes: tuple[str, ...], model: str | None, out: str, as_json: bool, **sizes: Any) -> int:
     """Cross-validate SmolLM2-135M-Instruct on question–answer rows: minutes on two cores, no GPU needed."""
-    from crosstune.demo import demo_recipe
+    from crosstune.demo import DemoSize, demo_recipe
     from crosstune.progress import choose_progress
 
     given = {name: value for name, value in sizes.items() if value is not None}
-    return _cross_validate(lambda: demo_recipe(out=out, model=model, progress=choose_progress(), **given), as_json)
+    size = DemoSize(**given)
+    return _cross_validate(
+        lambda: demo_recipe(size, changes, out=out, model=model, progress=choose_progress()), as_json
+    )
 
 
 @crosstune.command()

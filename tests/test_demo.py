@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from crosstune import demo_model
-from crosstune.demo import choose_rows, demo_recipe, read_corpus
+from crosstune.demo import DemoSize, choose_rows, demo_recipe, read_corpus
 from crosstune.errors import DataError, ModelError
 from crosstune.progress import Quiet
 
@@ -110,7 +110,8 @@ def test_impossible_sizes_are_refused(rows):
 
 def test_rows_are_written_beside_the_run(tmp_path):
     out = str(tmp_path / "runs" / "demo")
-    recipe = demo_recipe(rows=20, out=out, model="elsewhere", progress=Quiet())
+    recipe = demo_recipe(DemoSize(rows=20), ["lora.rank=2"], out=out, model="elsewhere", progress=Quiet())
     assert recipe.output == out
     assert len(Path(recipe.data.path).read_text(encoding="utf-8").splitlines()) == 20
     assert (recipe.folds.kind, recipe.folds.by, recipe.folds.k) == ("stratified", "category", 5)
+    assert recipe.lora.rank == 2

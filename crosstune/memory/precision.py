@@ -41,7 +41,7 @@ def choose_precision(wanted: str, machine: Machine) -> Choice:
         return Choice("fp32", "MPS") if wanted == "auto" else Choice(wanted, f"device.precision: {wanted}")
     if wanted == "fp16":
         raise DeviceError("fp16 on a CPU is slow and inexact", "Set device.precision to fp32, bf16 or auto.")
-    native = next((flag for flag in NATIVE_BF16_CPU if flag in _cpu_flags()), None)
+    native = native_cpu_bf16()
     if wanted == "bf16":
         return Choice("bf16", f"device.precision: bf16, which this processor has ({native})" if native
                       else "device.precision: bf16, which this processor only emulates: slower than fp32")  # fmt: skip
@@ -62,6 +62,11 @@ def attention_kernel(machine: Machine, precision: str, *, head_dim: int = 128, m
     if head_dim > 256:
         return Choice("math", f"heads of {head_dim} numbers are too wide for the flash kernel, which ends at 256")
     return Choice("flash", "bf16 or fp16 without a mask")
+
+
+def native_cpu_bf16() -> str | None:
+    """The flag by which this processor multiplies bf16 without converting it first, if it does."""
+    return next((flag for flag in NATIVE_BF16_CPU if flag in _cpu_flags()), None)
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -15,18 +15,18 @@ ORDER = """
     fold_units leaks splits
     memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.plan
     data.lint.fault data.lint.faults_file data.lint.faults_rows data.lint.faults_tokens data.lint.faults_folds data.lint.faults_settings
-    data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.csv_words data.lint.duplicates data.lint.lengths
+    data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.kept data.lint.duplicates data.lint.lengths
     data.lint.balance data.lint.embedding data.lint.base data.lint.settings data.lint.folds data.lint.report data.lint.rowpass
     data.lint.tokenpass data.lint.onepass
     store.files store.secrets store.journal store.lock store.same store.run
     model.device model.lora model.base model.attach model.head
-    train.lane train.optimizer train.step train.evaluate train.generate train.choice train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave train.recover
+    train.lane train.optimizer train.step train.evaluate train.generate train.choice train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave
     workers.waves workers.local
     export.folder export.card export.weights export.turns export.serve export.adapter export.saved export.merger
-    export.companions export.verify export.quantize export.origin export.merge
-    report crossval score_table demo_model demo init cli
+    export.companions export.verify export.quantize export.origin export.merge export.answer
+    asked record result report crossval score_table demo_model demo init cli
 """.split()  # noqa: SIM905
-NEEDS_TORCH = ("model", "train", "workers", "export")
+NEEDS_TORCH = ("model", "train", "workers", "export", "record")
 PACKAGE = Path(__file__).parent.parent / "crosstune"
 FILES = {".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in PACKAGE.rglob("*.py") if p.name[:2] != "__"}
 

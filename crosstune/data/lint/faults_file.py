@@ -178,6 +178,15 @@ FILE_FAULTS = (
         source="https://github.com/deepset-ai/haystack/issues/12784",
     ),
     Fault(
+        "big-integer",
+        "note",
+        "A whole number beyond 2^53 in another column, kept exact",
+        "Readers that make the column floating point round it: two identifiers become one.",
+        "Nothing.",
+        bad=ZINC.replace("]}\n", '], "id": 9007199254740993}\n'),
+        good=ZINC.replace("]}\n", '], "id": "9007199254740993"}\n'),
+    ),
+    Fault(
         "empty-file",
         "error",
         "A file without a row",

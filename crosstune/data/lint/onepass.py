@@ -76,7 +76,8 @@ def lint_rows(
 ) -> LintReport:
     """The same for rows in memory under a recipe. `splitter`: a scikit-learn splitter in place of the recipe's folds.
 
-    With `data.skip_bad_rows`, errors that name rows are warnings, and `left_out` has the rows to leave out.
+    With `data.skip_bad_rows`, errors that name rows are warnings, and `left_out` has the rows to leave out, with those
+    that loading has left out already.
     """
     look = Look(rows.name, recipe.data, tokenizer or recipe.model, label=recipe.folds.by)
     look.over([*rows.findings, *rows.rows], progress or Quiet())
@@ -85,6 +86,9 @@ def lint_rows(
     if recipe.data.skip_bad_rows:
         said, left_out = leave_out(findings)
         findings = tuple(said)
+        left_out.update(
+            row for f in rows.findings if f.code in FAULTS and FAULTS[f.code].severity == "error" for row in f.rows
+        )
     kept = rows.without(left_out)
     about_folds, folds = check_split(kept, recipe.folds, tokens_per_row=look.tokens_of(kept), splitter=splitter)
     collector = Collector()

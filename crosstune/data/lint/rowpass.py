@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from crosstune.data.lint.balance import Labels, Languages
 from crosstune.data.lint.catalogue import FAULTS
-from crosstune.data.lint.csv_words import check_words_kept
 from crosstune.data.lint.duplicates import Conflicts, Duplicates, NearDuplicates
+from crosstune.data.lint.kept import check_big_integers, check_words_kept
 from crosstune.data.lint.lengths import Lengths
 from crosstune.data.lint.marks import Marks
 from crosstune.data.lint.report import Collector
@@ -59,6 +59,7 @@ class RowPass:
         self.conflicts.add(row)
         if row.columns:
             self.labels.add(row)
+            self.collector.add(check_big_integers(row))
         if self.languages.is_listening:
             self.languages.add(row.number, " ".join(text for _, role, text in parts if role != "system"))
         if self.lengths is not None:

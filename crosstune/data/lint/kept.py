@@ -1,4 +1,4 @@
-"""Cells of a CSV file that other readers take for something else than the text they are."""
+"""Values that other readers change: words for "missing", digits, and large integers. Here they are kept as written."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ MISSING_WORDS = frozenset(
     ["#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA", "NULL",
      "NaN", "None", "n/a", "nan", "null"]
 )  # fmt: skip
+EXACT_IN_FLOAT64 = 2**53  # larger whole numbers are rounded where a column is read as floating point
 # Digits that change when they are read as a number: leading zeros, exponents, more than a float64 holds.
 CHANGED_DIGITS = re.compile(r"[+-]?(?:0\d+|\d+[eE][+-]?\d+|\d{16,})")
 
@@ -29,3 +30,11 @@ def check_words_kept(row: Row, parts: Parts) -> Iterator[Finding]:
         elif text[:1].isdigit() and CHANGED_DIGITS.fullmatch(text):
             message = f"{field} is {text!r}, kept as text"
             yield FAULTS["digits-kept"].found(message, [row.number], replace(row.where, field=field))
+
+
+def check_big_integers(row: Row) -> Iterator[Finding]:
+    """Identifiers that don't fit a float64."""
+    for name, value in row.columns.items():
+        if type(value) is int and abs(value) > EXACT_IN_FLOAT64:
+            message = f"{name} is {value}, kept exact"
+            yield FAULTS["big-integer"].found(message, [row.number], replace(row.where, field=name))

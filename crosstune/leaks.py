@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 from crosstune.data.rows import Rows, normal_key
 from crosstune.errors import Finding, Place
 from crosstune.fold_units import NUMBERS_SAID, Fold, hashable, listed
-from crosstune.recipe import Folds
-
-_BY_CLASS = ("stratified", "stratified-group", "repeated-stratified")
+from crosstune.recipe import STRATIFIED_KINDS, Folds
 
 
 def find_leaks(rows: Rows, folds: Sequence[Fold], asked: Folds | None = None) -> list[Finding]:
@@ -18,7 +16,7 @@ def find_leaks(rows: Rows, folds: Sequence[Fold], asked: Folds | None = None) ->
     findings = list(_duplicate_leaks(rows, folds))
     if asked is not None and asked.group is not None:
         findings += _group_leaks(rows, folds, asked.group)
-    if asked is not None and asked.by is not None and asked.kind in _BY_CLASS:
+    if asked is not None and asked.by is not None and asked.kind in STRATIFIED_KINDS:
         findings += _missing_classes(rows, folds, asked.by)
     used = {position for fold in folds for position in (*fold.train, *fold.held_out)}
     left_out = [row.number for position, row in enumerate(rows.rows) if position not in used]

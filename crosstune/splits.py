@@ -28,10 +28,8 @@ from crosstune.fold_units import (
     stay_together,
 )
 from crosstune.leaks import find_leaks
-from crosstune.recipe import Folds
+from crosstune.recipe import GROUP_KINDS, STRATIFIED_KINDS, Folds
 
-_WITH_CLASS = {"stratified", "stratified-group", "repeated-stratified"}
-_WITH_GROUP = {"group", "stratified-group", "leave-one-group-out"}
 _GROUPED = {"kfold": "group", "stratified": "stratified-group", "leave-one-out": "leave-one-group-out"}
 __all__ = ["Fold", "check_folds", "find_leaks", "fold_table", "split_rows"]
 Split = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -42,8 +40,10 @@ def split_rows(rows: Rows, folds: Folds, *, splitter: Any = None) -> list[Fold]:
 
     Raises `DataError` for a column that isn't there, and `Refused` with all findings where the rows can't be split so.
     """
+    if splitter is None:
+        _refuse_contradictions(folds)
     plan = _Plan(rows, folds)
-    faults = [] if splitter is not None else plan.faults()
+    faults = plan.faults() if splitter is None else []
     if any(finding.severity == "error" for finding in faults):
         raise Refused(faults)
     try:
@@ -54,15 +54,14 @@ def split_rows(rows: Rows, folds: Folds, *, splitter: Any = None) -> list[Fold]:
         raise DataError(
             f"{rows.name} can't be split: {error}", "Choose another folds.kind or a smaller folds.k."
         ) from None
-    made = [
-        Fold(index, tuple(map(int, train)), tuple(map(int, held_out))) for index, (train, held_out) in enumerate(pairs)
-    ]
+    made = [Fold(index, _sorted(train), _sorted(held_out)) for index, (train, held_out) in enumerate(pairs)]
     _refuse_empty(made, rows)
     return made
 
 
 def check_folds(rows: Rows, folds: Folds) -> list[Finding]:
     """Why these rows can't be split as asked: all errors at once, and notes. `DataError` for a missing column."""
+    _refuse_contradictions(folds)
     return _Plan(rows, folds).faults()
 
 
@@ -81,7 +80,6 @@ class _Plan:
         self.rows, self.folds = rows, folds
         self.kind = _GROUPED.get(folds.kind, folds.kind) if folds.group is not None else folds.kind
         self.seed = folds.seed % 2**32  # what numpy's RandomState takes
-        self._refuse_contradictions()
         self.values = rows.column(folds.by, option="folds.by") if folds.by is not None else None
         self.groups = rows.column(folds.group, option="folds.group") if folds.group is not None else None
         keys = [normal_key(row) for row in rows.rows] if folds.duplicates != "ignore" else list(range(len(rows)))
@@ -119,7 +117,7 @@ class _Plan:
                                     f"({units} with rows without "
                                     "a group taken one by one)", f"Set folds.k to {max(units, 2)} or "
                                                                  "less.", where=where))  # fmt: skip
-        elif self.kind in _WITH_CLASS:
+        elif self.kind in STRATIFIED_KINDS:
             findings += self._small_classes()
         if self.groups is not None and (
             lone := [self.rows.rows[p].number for p, g in enumerate(self.groups) if is_null(g)]
@@ -134,7 +132,7 @@ class _Plan:
         """Pairs of positions, by the kind that was asked for."""
         if self.kind == "column":
             yield from self._by_column()
-        elif self.groups is not None or self.kind in _WITH_GROUP:
+        elif self.groups is not None or self.kind in GROUP_KINDS:
             yield from self._grouped()
         elif self.kind == "time-series":
             yield from self._in_time()
@@ -240,28 +238,6 @@ class _Plan:
 
     # --- faults ----------------------------------------------------------------------------------------------------
 
-    def _refuse_contradictions(self) -> None:
-        folds = self.folds
-        if folds.kind in _WITH_GROUP and folds.group is None:
-            raise DataError(
-                f"folds.kind {folds.kind} needs folds.group", "Set folds.group to the column that holds the group."
-            )
-        if folds.kind in {*_WITH_CLASS, "column"} and folds.by is None:
-            raise DataError(
-                f"folds.kind {folds.kind} needs folds.by",
-                "Set folds.by to the column that holds the class (or the fold).",
-            )
-        if folds.by is not None and folds.kind not in {*_WITH_CLASS, "column", "time-series", "shuffle"}:
-            raise DataError(f"folds.by {folds.by!r} has no meaning for folds.kind {folds.kind}",
-                            "Remove it, or choose a stratified kind.")  # fmt: skip
-        if folds.by is not None and folds.group is not None and folds.kind == "shuffle":
-            raise DataError("folds.kind shuffle can keep groups together or classes even, not both",
-                            "Remove folds.by or folds.group, or choose stratified-group.")  # fmt: skip
-        if folds.group is not None and folds.kind == "time-series":
-            raise DataError(
-                "folds.kind time-series can't keep groups together", "Remove folds.group, or choose kind group."
-            )
-
     def _small_classes(self) -> list[Finding]:
         assert self.values is not None
         k, by, numbers = self.folds.k, self.folds.by, dict[Hashable, list[int]]()
@@ -312,6 +288,20 @@ def _sorted(positions: Iterable[Any]) -> tuple[int, ...]:
 
 def _all_of(sets: Sequence[NDArray[np.int64]], chosen: Iterable[int]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(0, dtype=np.int64), *(sets[i] for i in chosen)])
+
+
+def _refuse_contradictions(folds: Folds) -> None:
+    """An option that the kind of split has no use for is refused rather than ignored."""
+    if folds.by is not None and folds.kind not in {*STRATIFIED_KINDS, "column", "time-series", "shuffle"}:
+        raise DataError(f"folds.by {folds.by!r} has no meaning for folds.kind {folds.kind}",
+                        "Remove it, or choose a stratified kind.")  # fmt: skip
+    if folds.by is not None and folds.group is not None and folds.kind == "shuffle":
+        raise DataError("folds.kind shuffle can keep groups together or classes even, not both",
+                        "Remove folds.by or folds.group, or choose stratified-group.")  # fmt: skip
+    if folds.group is not None and folds.kind == "time-series":
+        raise DataError(
+            "folds.kind time-series can't keep groups together", "Remove folds.group, or choose kind group."
+        )
 
 
 def _refuse_empty(folds: Sequence[Fold], rows: Rows) -> None:

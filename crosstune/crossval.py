@@ -27,7 +27,7 @@ from crosstune.recipe import Recipe
 from crosstune.result import Result, make_report, write_out_of_fold, write_scores
 from crosstune.splits import Fold, split_rows
 from crosstune.store.run import Run
-from crosstune.sweep import Trial, expand
+from crosstune.sweep import Trial, share_of_rows, trials_to_plan
 
 if TYPE_CHECKING:
     from crosstune.model.base import Base
@@ -72,7 +72,7 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
     recipe, began = asked.recipe, time.monotonic()
     rows = _read(asked, progress)
     folds = split_rows(rows, recipe.folds, splitter=asked.splitter)
-    trials = expand(recipe)
+    trials = trials_to_plan(recipe)
     planned: Mapping[str, Any] = {}
     if (Path(recipe.output) / "journal.jsonl").exists():
         with _open_run(recipe, rows) as run:  # refuses another recipe or other rows before anything is loaded
@@ -86,6 +86,7 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
     config = _config(asked)
     shape = ModelShape.from_config(config)
     tokenizer, tokens = _encode(asked, rows, config, progress)
+    exam = set_exam(recipe.evaluate, rows, tokens, tokenizer, recipe.data)
     place = _choose_place(asked)
     progress.say(f"device: {place}")
     plan = _plan_as_before(planned, recipe, shape, tokens, trials, folds, place, progress)
@@ -102,6 +103,7 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
                 raise
             finally:
                 run.record("closed", seconds=time.monotonic() - began)
+            run.drop_checkpoints()
             write_scores(run)  # before the run counts as finished: a crash between the two does it again
             run.record("run_finished", failed=len(run.failed_lanes()))
             return Result(run.folder, make_report(run))

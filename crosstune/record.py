@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from crosstune.recipe import Recipe
 from crosstune.store.run import Run
 from crosstune.sweep import Trial
 from crosstune.train.lane import LaneJob, RowScores
-from crosstune.train.wave import Event, LaneEvaluated, LaneFinished, LaneRetired, StepKept, WaveFinished
+from crosstune.train.wave import Event, LaneEvaluated, LaneFinished, LaneGivenUp, LaneRetired, StepKept, WaveFinished
 
 
 @dataclass
@@ -38,21 +39,31 @@ class Recorder:
 
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
-        if isinstance(event, LaneFinished | LaneRetired) and (event.job.trial, event.job.fold) in self.run.lanes_over():
+        if isinstance(event, LaneFinished | LaneRetired | LaneGivenUp) and (event.job.trial, event.job.fold) in self.run.lanes_over():
             return
         if isinstance(event, LaneEvaluated):
             if (event.job.trial, event.job.fold, event.step) in self._scored:
                 return
             self.run.record("lane_evaluated", **_lane(event.job), step=event.step, epoch=event.epoch, **_sums(event.scores))
         elif isinstance(event, StepKept):
-            self._save(event.job, event.adapter, f"step-{event.step:06d}", {"step": event.step})
+            self._keep_step(event)
         elif isinstance(event, LaneFinished):
             self._finish(event)
         elif isinstance(event, LaneRetired):
             self.run.record("lane_failed", **_lane(event.job), reason=event.reason, step=event.step)
+        elif isinstance(event, LaneGivenUp):
+            self.run.record("lane_given_up", **_lane(event.job), reason=event.reason, step=event.step)
         elif isinstance(event, WaveFinished):
             facts = {name: value for name, value in vars(event).items() if name != "jobs"}
             self.run.record("wave_finished", lanes=[[job.trial, job.fold] for job in event.jobs], **facts)
+
+    def _keep_step(self, event: StepKept) -> None:
+        """Write the best adapter so far, then remove the one that it beat: the number of files stays bounded."""
+        name = f"step-{event.step:06d}"
+        self._save(event.job, event.adapter, name, {"step": event.step})
+        for old in self.folder(event.job).glob("step-*"):
+            if old.name != name:
+                shutil.rmtree(old)
 
     def _finish(self, event: LaneFinished) -> None:
         job, scores = event.job, event.scores

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -67,9 +68,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def sweep_parts(folder: Path) -> None:
-    """Remove what a killed writer left beside its place."""
-    with suppress(OSError):
-        for part in folder.glob(".*.part"):
+    """Remove what a killed writer left beside its place: files, and folders that were to be renamed as a whole."""
+    for part in folder.glob(".*"):
+        if part.is_dir() and not part.is_symlink():
+            shutil.rmtree(part, ignore_errors=True)
+        elif part.name.endswith(".part"):
             part.unlink(missing_ok=True)
 
 

@@ -40,7 +40,17 @@ Lane = tuple[int, int | None]  # trial, fold; fold None is all rows
 
 # Events that change the state below are on the disk before the run goes on; the others may be lost in a crash.
 DURABLE = frozenset(
-    {"created", "plan", "lane_finished", "lane_failed", "lane_again", "run_finished", "interrupted", "closed"}
+    {
+        "created",
+        "plan",
+        "lane_finished",
+        "lane_failed",
+        "lane_given_up",
+        "lane_again",
+        "run_finished",
+        "interrupted",
+        "closed",
+    }
 )
 OURS = ("recipe.yaml", "folds.parquet", "scores.json", "out_of_fold.parquet", "lanes", "checkpoints")
 LIBRARIES = ("crosstune", "torch", "transformers", "peft", "bitsandbytes", "numpy", "safetensors")
@@ -52,22 +62,26 @@ class State:
 
     finished: dict[Lane, Event] = field(default_factory=dict)
     failed: dict[Lane, Event] = field(default_factory=dict)
+    given_up: dict[Lane, Event] = field(default_factory=dict)
     again: set[Lane] = field(default_factory=set)
     is_finished: bool = False
 
     def see(self, event: Event) -> None:
         """Take one event into account."""
         kind = event["event"]
-        if kind in ("lane_finished", "lane_failed", "lane_again"):
+        if kind in ("lane_finished", "lane_failed", "lane_given_up", "lane_again"):
             lane = (event["trial"], event["fold"])
             self.finished.pop(lane, None)
             self.failed.pop(lane, None)
+            self.given_up.pop(lane, None)
             if kind == "lane_again":
                 self.again.add(lane)
             elif kind == "lane_finished":
                 self.finished[lane] = event
             elif kind == "lane_failed":
                 self.failed[lane] = event
+            elif kind == "lane_given_up":
+                self.given_up[lane] = event
             self.is_finished = False
         elif kind == "run_finished":
             self.is_finished = True
@@ -153,8 +167,8 @@ class Run:
         return dict(self._state.failed)
 
     def lanes_over(self) -> set[Lane]:
-        """Lanes that finished or failed, and are not to be tried again."""
-        return {*self._state.finished, *self._state.failed}
+        """Lanes that finished, failed or were given up with their trial, and are not to be tried again."""
+        return {*self._state.finished, *self._state.failed, *self._state.given_up}
 
     def lanes_again(self) -> set[Lane]:
         """Lanes that failed once and were, or are to be, tried again."""
@@ -217,9 +231,9 @@ class Run:
         name = hashlib.sha256(json.dumps(list(lanes)).encode()).hexdigest()[:16]
         return self.path("checkpoints", f"wave-{name}")
 
-    def drop_checkpoints(self, lanes: Sequence[Lane]) -> None:
-        """Remove the checkpoints of a wave whose lanes are all recorded as finished or failed."""
-        shutil.rmtree(self.checkpoint_folder(lanes), ignore_errors=True)
+    def drop_checkpoints(self) -> None:
+        """Remove all that is left of checkpoints: every lane is over. A killed run may have left some of such a wave."""
+        shutil.rmtree(self.path("checkpoints"), ignore_errors=True)
 
     def write_folds(self, table: Mapping[str, Any]) -> None:
         """Keep `row` and `fold` of every held-out row; on a run that has them, refuse any others."""
@@ -243,13 +257,15 @@ class Run:
         """Write out_of_fold.parquet from columns of equal length."""
         self.write_table("out_of_fold.parquet", columns)
 
-    def write_lane_rows(self, trial: int, fold: int | None, columns: Mapping[str, Any]) -> None:
+    def write_lane_rows(
+        self, trial: int, fold: int | None, columns: Mapping[str, Any], name: str = "rows.parquet"
+    ) -> None:
         """Keep a lane's scores row by row, until all lanes are there to make one file of them."""
-        write_file(self.lane_folder(trial, fold) / "rows.parquet", _to_parquet(columns))
+        write_file(self.lane_folder(trial, fold) / name, _to_parquet(columns))
 
-    def read_lane_rows(self, trial: int, fold: int | None) -> dict[str, np.ndarray]:
+    def read_lane_rows(self, trial: int, fold: int | None, name: str = "rows.parquet") -> dict[str, np.ndarray]:
         """What `write_lane_rows` kept."""
-        return _from_parquet(self.lane_folder(trial, fold) / "rows.parquet")
+        return _from_parquet(self.lane_folder(trial, fold) / name)
 
     def write_table(self, name: str, columns: Mapping[str, Any]) -> None:
         """Write columns of equal length to a Parquet file of the run."""
@@ -287,7 +303,8 @@ class Run:
             stored = self.read_table("row_hashes.parquet") or {}
             refuse_changed_data(stored.get("row", ()), stored.get("hash", ()), rows, data_hashes)
         refuse_changed_prints(first["prints"], prints, self.folder)
-        sweep_parts(self.folder)
+        for folder in (self.folder, *self.folder.glob("lanes/*/*")):
+            sweep_parts(folder)
 
     def _write_recipe(self, recipe: Recipe) -> None:
         text = dump_yaml(redact_tree(recipe.model_dump(mode="json"))).encode()

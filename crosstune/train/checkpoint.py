@@ -81,6 +81,8 @@ class Checkpoints:
         self.wait()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(OSError):  # other waves may have theirs
+                self.folder.parent.rmdir()
 
     def close(self) -> None:
         """End the writing thread."""

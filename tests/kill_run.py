@@ -1,0 +1,242 @@
+"""Kill a cross-validation at random moments, go on each time until it is done, and compare with one left alone.
+
+    python tests/kill_run.py --kills 200
+    python tests/kill_run.py --kills 10 --device cuda --precision bf16
+
+Half of the kills come at a random time, half at a random write, flush or rename inside the run, before, in the middle
+of, or after it. After each kill every file in the run folder must be readable; at the end scores, out-of-fold losses,
+adapters and all other files must be byte-equal to the undisturbed run's (the journal tells of the kills, so not it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+TRAIN = {"epochs": 2, "learning_rate": 5e-3, "batch_size": 4, "checkpoint_every": 1, "seed": 3}
+
+
+def recipe_for(folder: Path, model: Path, device: dict[str, Any]) -> dict[str, Any]:
+    """Three folds in two waves, with dropout; one lane's best step is kept."""
+    return {
+        "model": str(model),
+        "data": {"path": str(ROOT / "tests" / "cases" / "chat24.jsonl"), "max_tokens": 128},
+        "folds": {"k": 3, "seed": 1},
+        "lora": {"rank": 4, "alpha": 8, "dropout": 0.1, "targets": ["q_proj", "v_proj"]},
+        "train": {**TRAIN, "keep": "best", "stop": {"share": 0.2, "patience": 9}},
+        "device": {"kind": "cpu", "lanes": 2, **device},
+        "output": str(folder),
+    }
+
+
+def train(recipe: dict[str, Any]) -> None:
+    """The whole run, in this process."""
+    import torch
+
+    from crosstune.crossval import cross_validate
+    from crosstune.progress import Quiet
+
+    torch.set_num_threads(1)
+    cross_validate(recipe, progress=Quiet())
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Run `work` in a child: torch is imported once, and every child starts in milliseconds."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:  # the child ends here, whatever it was
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return child
+
+
+def die_at_call(number: int, how: str) -> None:
+    """From now on, this process kills itself at its `number`-th write, flush, rename or folder removal."""
+    left = [number]
+
+    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                if how == "after":
+                    real(*args, **named)
+                if how == "half" and real is real_write:
+                    real(args[0], args[1][: len(args[1]) // 2])
+                if how == "half" and real is real_save:
+                    real(*args, **named)
+                    os.truncate(args[1], Path(args[1]).stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **named)
+
+        return call
+
+    from crosstune.train import checkpoint
+
+    real_write, real_save = os.write, checkpoint.save_file
+    os.write, os.fsync, os.unlink = deadly(os.write), deadly(os.fsync), deadly(os.unlink)  # type: ignore[assignment]
+    Path.replace, shutil.rmtree = deadly(Path.replace), deadly(shutil.rmtree)  # type: ignore[method-assign,assignment]
+    checkpoint.save_file = deadly(checkpoint.save_file)  # type: ignore[assignment]
+
+
+def unreadable(folder: Path) -> list[str]:
+    """Files that can't be read as what their name says. Half-written ones carry a dot or lie in a folder that does."""
+    import pyarrow.parquet
+    from safetensors import safe_open
+
+    from crosstune.store.journal import Journal
+    from crosstune.yaml_text import parse_yaml
+
+    def read_tensors(path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                file.get_tensor(name)
+
+    readers: dict[str, Callable[[Path], Any]] = {
+        ".json": lambda path: json.loads(path.read_text()),
+        ".jsonl": Journal.read,
+        ".parquet": pyarrow.parquet.read_table,
+        ".safetensors": read_tensors,
+        ".yaml": lambda path: parse_yaml(path.read_text()),
+    }
+    bad = []
+    for path in folder.rglob("*"):
+        if path.suffix in readers and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            try:
+                readers[path.suffix](path)
+            except Exception as error:  # whatever it is, the file can't be read
+                bad.append(f"{path}: {error}")
+    return bad
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Name → SHA-256 of every file but the journal and the lock."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("journal.jsonl", ".lock")
+    }
+
+
+def wait(child: int, seconds: float | None = None) -> int | None:
+    """Exit status of `child` (negative: the signal that killed it); SIGKILL it after `seconds`."""
+    end = None if seconds is None else time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(child, 0 if end is None else os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if end is not None and time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            end = None
+        else:
+            time.sleep(0.002)
+
+
+def kill_and_resume(
+    kills: int, *, seed: int, device: dict[str, Any], model: Path, place: Path, say: Callable[[str], None]
+) -> None:
+    """Raise AssertionError unless every killed run ends as the undisturbed one."""
+    chance = random.Random(seed)
+    # A run that is done begins anew under the same name: adapters' cards and scores name no folder, the recipe does.
+    folder = place / "run"
+    recipe = recipe_for(folder, model, device)
+    began = time.monotonic()
+    assert wait(fork(lambda: train(recipe))) == 0, "the undisturbed run failed"
+    seconds, want, calls = time.monotonic() - began, digests(folder), 150
+    shutil.rmtree(folder)
+    say(f"undisturbed: {seconds:.1f} s, {len(want)} files")
+
+    done = deaths = runs = 0
+    while deaths < kills:
+        by_time = chance.random() < 0.5
+        moment, call = chance.uniform(0, seconds), chance.randrange(1, calls)
+        how = chance.choice(["before", "half", "after"])
+
+        def work(by_time: bool = by_time, call: int = call, how: str = how) -> None:
+            if not by_time:
+                die_at_call(call, how)
+            train(recipe)
+
+        code = wait(fork(work), moment if by_time else None)
+        assert code in (0, -signal.SIGKILL), f"exit {code} after {deaths} kills (by_time {by_time}, call {call} {how})"
+        bad = unreadable(folder) if folder.exists() else []
+        assert not bad, f"after {deaths} kills: {bad}"
+        deaths += code != 0
+        runs += 1
+        if code == 0:
+            compare(folder, want, deaths)
+            shutil.rmtree(folder)
+            done += 1
+            say(f"{deaths} kills, {done} runs done, all byte-equal")
+    assert wait(fork(lambda: train(recipe))) == 0
+    compare(folder, want, deaths)
+    say(f"{deaths} kills in {runs + 1} starts, {done + 1} runs done, all byte-equal, no unreadable file")
+
+
+def compare(folder: Path, want: dict[str, str], deaths: int) -> None:
+    found = digests(folder)
+    assert found == want, f"after {deaths} kills: " + ", ".join(
+        name for name in sorted(found.keys() | want.keys()) if found.get(name) != want.get(name)
+    )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="auto")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        model = Path(place) / "model"
+        make_model(model)
+        device = {"kind": asked.device, "precision": asked.precision}
+        kill_and_resume(asked.kills, seed=asked.seed, device=device, model=model, place=Path(place), say=print)
+
+
+def make_model(folder: Path) -> None:
+    """In a child: a parent that has used torch's threads must not fork."""
+
+    def make() -> None:
+        from tests.tiny import make_tiny
+
+        make_tiny(folder)
+
+    assert wait(fork(make)) == 0
+
+
+def preload() -> None:
+    """Everything that a run imports, once, before the children fork: a kill then hits the run and not its imports."""
+    names = "pandas pyarrow.parquet sklearn.model_selection torch transformers.models.llama.modeling_llama"
+    for name in [*names.split(), "crosstune.crossval", "crosstune.record", "crosstune.train.wave"]:
+        importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("bitsandbytes")
+
+
+if __name__ == "__main__":
+    preload()
+    main()

@@ -8,7 +8,7 @@ caching allocator (`memory/allocator.py`).
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +55,7 @@ class Rehearsal:
 def rehearse(
     config: Mapping[str, Any], settings: Settings, machine: Machine, *, passes: int = 2, evaluate_tokens: int = 0
 ) -> Rehearsal:
-    """Run two optimizer steps of `passes` passes each, and a batch of an evaluation, as `settings` say.
+    """Two optimizer steps of `passes` passes each, and a batch of an evaluation, as `settings` say.
 
     `config`: the mapping in the model's config.json.
     """
@@ -66,21 +66,28 @@ def rehearse(
         tracker.track_module(base.model)
         tracker.trace.append(("empty", 0, 0))
         tracker.mark("base")
-        job = _job(base, settings)
-        with attached(base, [job.spec] * settings.lanes, checkpointed_layers=settings.checkpointed) as slots:
-            optimizer = LaneAdamW(slots, [job.train] * settings.lanes)
-            lanes = [Lane(job, [], (), 2) for _ in range(settings.lanes)]
-            tracker.mark("lanes")
-            batches = [_batch(settings, settings.micro_batch, dropout=settings.dropout)] * passes
-            with _marked(tracker, base, optimizer):
-                for _ in range(2):
-                    training.train_step(slots, optimizer, lanes, batches)
-            if evaluate_tokens:
-                _evaluate(slots, settings, evaluate_tokens)
-                tracker.mark("evaluation")
+        go_through(base, settings, tracker.mark, passes=passes, evaluate_tokens=evaluate_tokens)
     trace = tuple(tracker.trace)
     gc.collect()
     return Rehearsal(trace, machine)
+
+
+def go_through(
+    base: Base, settings: Settings, mark: Callable[[str], None], *, passes: int = 2, evaluate_tokens: int = 0
+) -> None:
+    """The steps themselves, on any device: `mark` is told the end of each phase."""
+    job = _job(base, settings)
+    with attached(base, [job.spec] * settings.lanes, checkpointed_layers=settings.checkpointed) as slots:
+        optimizer = LaneAdamW(slots, [job.train] * settings.lanes)
+        lanes = [Lane(job, [], (), 2) for _ in range(settings.lanes)]
+        mark("lanes")
+        batches = [_batch(settings, settings.micro_batch, dropout=settings.dropout)] * passes
+        with _marked(mark, base, optimizer):
+            for _ in range(2):
+                training.train_step(slots, optimizer, lanes, batches)
+        if evaluate_tokens:
+            _evaluate(slots, settings, evaluate_tokens)
+            mark("evaluation")
 
 
 def meta_base(config: Mapping[str, Any], settings: Settings) -> Base:
@@ -118,11 +125,11 @@ def _batch(settings: Settings, rows: int, *, dropout: bool = False) -> Batch:
     )  # fmt: skip
 
 
-@torch.inference_mode()
+@torch.no_grad()  # allocates what inference_mode does, which would hide operators inside others from the tracker
 def _evaluate(slots: Slots, settings: Settings, tokens: int) -> None:
     """A batch as `score_lanes` makes it."""
     rows = max(1, tokens // (settings.lanes * settings.tokens))
-    batch = training.DeviceBatch.of(_batch(settings, rows), META)
+    batch = training.DeviceBatch.of(_batch(settings, rows), slots.base.device)
     slots.begin_pass(None)
     hidden_NTH = slots.base.hidden(batch.ids_NT)
     training.head_loss(slots.base, hidden_NTH, batch.index_KS, batch.target_KS, batch.weight_KS)
@@ -138,27 +145,27 @@ def _as_on(kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def _marked(tracker: Tracker, base: Base, optimizer: LaneAdamW) -> Iterator[None]:
+def _marked(mark: Callable[[str], None], base: Base, optimizer: LaneAdamW) -> Iterator[None]:
     """Mark the ends of forward, head, backward and optimizer."""
     real_loss, real_pass, real_step = training.head_loss, training.run_pass, optimizer.step
 
     def loss(*args: Any) -> Any:
         out = real_loss(*args)
-        tracker.mark("head")
+        mark("head")
         return out
 
     def run_pass(*args: Any) -> Any:
         out = real_pass(*args)
-        tracker.mark("backward")
+        mark("backward")
         return out
 
     def step(*args: Any) -> Any:
         out = real_step(*args)
-        tracker.mark("optimizer")
+        mark("optimizer")
         return out
 
     def forward_ended(module: nn.Module, args: Any, out: Any) -> None:
-        tracker.mark("forward")
+        mark("forward")
 
     hook = base.decoder.register_forward_hook(forward_ended)
     try:

@@ -86,12 +86,13 @@ class Renderer:
 
     def _plain(self, spans: list[Span]) -> list[Span]:
         """One BOS before, if the tokenizer puts one before plain text; one EOS after, as TRL does."""
+        learn_end = spans[-1].learn
         spans = [replace(span, literal=self._spells_control(span.text)) for span in spans if span.text]
         if self.bos and not (spans and spans[0].text.startswith(self.bos) and not spans[0].literal):
             spans.insert(0, Span(self.bos, False))
         ends = spans and spans[-1].text.endswith(self.eos) and not spans[-1].literal
         if self.eos and not ends:
-            spans.append(Span(self.eos, not spans or spans[-1].learn or spans[-1].text == self.bos))
+            spans.append(Span(self.eos, learn_end))
         return spans
 
     def _spells_control(self, text: str) -> bool:

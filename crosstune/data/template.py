@@ -26,6 +26,15 @@ _PROBE = MARK.format(0)
 # Templates may write today's date into the system turn (Llama 3.2 does). One date for all, or a run that goes on
 # tomorrow would train on other tokens than today. Llama 3.1's own template falls back to this date.
 DATE = datetime(2024, 7, 26)
+# `strftime_now` can't be passed in (transformers turns functions into text), so a macro stands before the template.
+_FIXED_DATE = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(
+        f"|replace('{code}', '{DATE.strftime(code)}')"
+        for code in ("%d", "%b", "%B", "%m", "%Y", "%y", "%A", "%a", "%H", "%M", "%S")
+    )
+    + " }}{% endmacro %}{{ '' }}"
+)
 
 
 class RowError(DataError):
@@ -72,7 +81,9 @@ class ChatTemplate:
         stop = self.special.search(after) if self.special else None
         self.end = stop.group() if stop and not after[: stop.start()].strip() else ""  # "": no token ends a turn
         if not self.opens:
-            self._note_fixed_opening(closed.partition(_PROBE)[0], after[stop.end() :] if stop and self.end else after)
+            self._note_fixed_opening(
+                closed.partition(_PROBE)[0], opened, after[stop.end() :] if stop and self.end else after
+            )
         if not self.end:
             self.findings.append(
                 Finding("no-end-of-turn", "warning", "no control token ends an assistant turn in the chat template",
@@ -136,10 +147,10 @@ class ChatTemplate:
         return self._trimmed(text, start, len(upto))
 
     def _start(self, row: Row, text: str, turns: Sequence[Turn], place: int, settings: Mapping[str, Any]) -> int | None:
-        if self.opens and place:
-            before = self.render(turns[:place], opened=True, settings=settings)
-            if text.startswith(before):
-                return len(before)
+        before = self.render(turns[:place], opened=True, settings=settings) if place else ""
+        if place and text.startswith(before) and self.opens:
+            return len(before)
+        if place and self.opens:
             self.unlike.append(row.number)
         # The template never opens a turn, opens it otherwise than it writes it, or the turn comes first: put a mark in
         # place of the content, and see where it appears.
@@ -147,7 +158,10 @@ class ChatTemplate:
         probe = [*turns[:place], Turn("assistant", mark, turns[place].extra), *turns[place + 1 :]]
         marked = self.render(probe, opened=False, settings=settings)
         start = marked.find(mark)
-        return start if start >= 0 and marked.count(mark) == 1 and text.startswith(marked[:start]) else None
+        if start < 0 or marked.count(mark) != 1 or not text.startswith(marked[:start]):
+            return None
+        blank = place and text.startswith(before) and len(before) <= start and not text[len(before) : start].strip()
+        return len(before) if blank else start  # a blank after the prompt is the model's to say, a header is not
 
     def _trimmed(self, text: str, start: int, end: int) -> Region:
         """Without what stands after the last control token, if that is only white space."""
@@ -176,7 +190,7 @@ class ChatTemplate:
                 "Set model.chat_template to a working template.",
             ) from None
 
-    def _note_fixed_opening(self, head: str, rest: str) -> None:
+    def _note_fixed_opening(self, head: str, opened: str, rest: str) -> None:
         if rest.strip() and head.endswith(rest):
             self.tail = rest
             self.findings.append(
@@ -185,12 +199,15 @@ class ChatTemplate:
                         f"{rest!r} is cut from each row",
                         "Put {% if add_generation_prompt %} around the last header of the template.")
             )  # fmt: skip
-        else:
+        elif head.removeprefix(opened).strip():  # else a turn needs no header: "[INST] Why? [/INST] Because."
             self.findings.append(
                 Finding("template-never-opens-turn", "warning",
                         "the chat template ignores add_generation_prompt: at inference no assistant turn is opened",
                         "Add {% if add_generation_prompt %} and the assistant's header at the end of the template.")
             )  # fmt: skip
+
+    def _dated(self, template: str) -> str:
+        return _FIXED_DATE + template if "strftime_now" in template else template
 
     def _render(
         self, turns: Sequence[Turn], opened: bool, settings: Mapping[str, Any], *, marks: bool
@@ -198,13 +215,13 @@ class ChatTemplate:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        settings = {**self._names, "strftime_now": DATE.strftime, **settings}
+        settings = {**self._names, **settings}
         tools = settings.pop("tools", None)
         try:
             rendered: Any = render_jinja_template(
                 conversations=[[{"role": t.role, "content": t.content, **t.extra} for t in turns]],
                 tools=tools,
-                chat_template=self.tokenizer.get_chat_template(tools=tools),
+                chat_template=self._dated(self.tokenizer.get_chat_template(tools=tools)),
                 add_generation_prompt=opened,
                 return_assistant_tokens_mask=marks,
                 **settings,

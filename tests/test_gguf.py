@@ -1,0 +1,103 @@
+"""GGUF files read back by transformers' own reader (and by llama.cpp) are the models they were made from."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from crosstune.errors import ModelError
+from crosstune.export import merge
+from crosstune.export.gguf import Layout, rope_factors, write_gguf
+from crosstune.recipe import Lora
+from tests.adapters import TARGETS
+from tests.test_export import export
+from tests.test_merge import logits, with_adapter
+from tests.tiny import make_tiny
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("f32", 2.0**-24), ("f16", 2.0**-11), ("bf16", 2.0**-8), ("q8_0", 2.0**-7)])
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+def test_a_merged_model_comes_back_from_its_gguf_file(tmp_path, kind, unit, tie):
+    base = make_tiny(tmp_path / "base", tie=tie)
+    export(tmp_path / "adapter", base, Lora(rank=4, alpha=16), TARGETS)
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    file = write_gguf(tmp_path / "merged", kind=kind)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    want = logits(with_adapter(base, tmp_path / "adapter"), base)
+    assert (logits(model, base) - want).abs().max() <= max(20 * unit * want.abs().max(), 1e-4)
+
+
+def test_the_tokenizer_comes_back_with_ids_template_and_unused_rows(tmp_path, tiny):
+    export(tmp_path / "adapter", tiny, Lora(rank=4))
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    file = write_gguf(tmp_path / "merged", tmp_path / "alone" / "model.gguf")
+    saved, source = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), AutoTokenizer.from_pretrained(tiny)
+    turns = [
+        {"role": "user", "content": "Which shelf holds the jar?"},
+        {"role": "assistant", "content": "The left one."},
+    ]
+    text = source.apply_chat_template(turns, tokenize=False)
+    assert saved.apply_chat_template(turns, tokenize=False) == text
+    assert saved(text, add_special_tokens=False).input_ids == source(text, add_special_tokens=False).input_ids
+    fields = gguf.GGUFReader(file).fields
+    types = fields["tokenizer.ggml.token_type"].contents()
+    assert len(types) == 384 and types[369:] == [gguf.TokenType.UNUSED] * 15 and types[368] == gguf.TokenType.CONTROL
+    assert fields["tokenizer.ggml.pre"].contents() == "llama-bpe"
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is True
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapters_file_holds_the_same_change_of_each_weight(tmp_path, tiny, rslora):
+    lora = Lora(rank=4, alpha=16, rslora=rslora)
+    tensors = export(tmp_path / "adapter", tiny, lora, TARGETS)
+    reader = gguf.GGUFReader(write_gguf(tmp_path / "adapter"))
+    found = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
+    assert len(found) == len(tensors)
+    alpha = reader.fields["adapter.lora.alpha"].contents()
+    layout = Layout.of(AutoConfig.from_pretrained(tiny))
+    for key, a in tensors.items():
+        if not key.endswith("lora_A.weight"):
+            continue
+        name = key.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+        b = tensors[key.replace("lora_A", "lora_B")]
+        scale = 16 / 4**0.5 if rslora else 16 / 4
+        in_file = layout.name(name)
+        got = alpha / 4 * found[f"{in_file}.lora_b"] @ found[f"{in_file}.lora_a"]  # as llama.cpp applies it
+        assert torch.allclose(got, layout.permuted(name, scale * b @ a), atol=1e-5)
+
+
+def test_stretched_rotary_frequencies_are_the_papers(tmp_path):
+    config = AutoConfig.from_pretrained(make_tiny(tmp_path / "base"))
+    config.rope_parameters = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    want = []
+    for i in range(0, 16, 2):  # Llama 3.1's rule in plain words
+        wave = 2 * torch.pi * 500000.0 ** (i / 16)
+        if wave < 64 / 4:
+            want.append(1.0)
+        elif wave > 64 / 1:
+            want.append(8.0)
+        else:
+            smooth = (64 / wave - 1) / (4 - 1)
+            want.append(1 / ((1 - smooth) / 8 + smooth))
+    assert torch.allclose(rope_factors(config), torch.tensor(want, dtype=torch.float32), rtol=1e-5)
+
+
+def test_what_llama_cpp_cannot_hold_is_refused_with_the_way_out(tmp_path, tiny):
+    with pytest.raises(ModelError, match="no GGUF type"):
+        write_gguf(tiny, kind="q2")
+    export(tmp_path / "adapter", tiny, Lora(rank=4))
+    merge(tmp_path / "adapter", tmp_path / "merged", quantize="nf4")
+    with pytest.raises(ModelError, match="quantised"):
+        write_gguf(tmp_path / "merged")
+    config = (tiny / "config.json").read_text()
+    other = make_tiny(tmp_path / "other")
+    (other / "config.json").write_text(config.replace('"model_type": "llama"', '"model_type": "gpt_neox"'))
+    with pytest.raises(ModelError, match="gpt_neox") as caught:
+        write_gguf(other)
+    assert "convert_hf_to_gguf.py" in caught.value.fix
+    assert not list(tmp_path.rglob("*.gguf")) and not list(tmp_path.rglob("*.part"))

@@ -232,7 +232,7 @@ class Run:
         return self.path("checkpoints", f"wave-{name}")
 
     def drop_checkpoints(self) -> None:
-        """Remove all that is left of checkpoints: every lane is over. A killed run may have left some of such a wave."""
+        """Remove what is left of checkpoints once every lane is over: a run killed at a wave's end leaves some."""
         shutil.rmtree(self.path("checkpoints"), ignore_errors=True)
 
     def write_folds(self, table: Mapping[str, Any]) -> None:

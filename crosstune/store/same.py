@@ -24,7 +24,7 @@ def refuse_changed_recipe(stored: Mapping[str, Any], recipe: Recipe, folder: Pat
     ]
     if changed:
         raise RunError(
-            f"{str(folder)!r} holds the run of another recipe: " + "; ".join(changed),
+            f"resume-recipe-changed: {str(folder)!r} holds the run of another recipe: " + "; ".join(changed),
             "Set output to another folder, or go back to the recipe in that folder's recipe.yaml.",
         )
 
@@ -37,7 +37,7 @@ def refuse_changed_data(
     now = list(zip(map(int, rows), map(bytes, hashes), strict=True))
     place = next((i for i, (old, new) in enumerate(zip(was, now, strict=False)) if old != new), min(len(was), len(now)))
     if not was:
-        what = "(row_hashes.parquet is gone, so the row can't be named)"
+        what = "some row changed (row_hashes.parquet is gone, so it can't be named)"
     elif place == len(was):
         what = f"row {now[place][0]} is new ({len(was)} rows then, {len(now)} now)"
     elif place == len(now):
@@ -45,7 +45,7 @@ def refuse_changed_data(
     else:
         what = f"row {now[place][0]} is the first that isn't the same ({len(was)} rows then, {len(now)} now)"
     raise RunError(
-        f"the data has changed since this run began: {what}",
+        f"resume-data-changed: since this run began, {what}",
         "Restore the rows, or set output to another folder to begin a new run with the changed ones.",
     )
 
@@ -55,7 +55,7 @@ def refuse_changed_prints(stored: Mapping[str, str], prints: Mapping[str, str], 
     changed = [name for name in stored if name in prints and stored[name] != prints[name]]
     if changed:
         raise RunError(
-            f"{' and '.join(changed)} changed since the run in {str(folder)!r} began",
+            f"resume-input-changed: {' and '.join(changed)} changed since the run in {str(folder)!r} began",
             "Restore what it was, or set output to another folder to begin a new run.",
         )
 
@@ -70,7 +70,7 @@ def refuse_changed_folds(stored: Mapping[str, Any], folds: Mapping[str, Any], fo
     then = f"row {was[place][0]} in fold {was[place][1]}" if place < len(was) else "nothing further"
     here = f"row {now[place][0]} in fold {now[place][1]}" if place < len(now) else "nothing further"
     raise RunError(
-        f"the folds are not those of the run in {str(folder)!r}: it held out {then}, and now it would be {here}",
+        f"resume-folds-changed: the run in {str(folder)!r} held out {then}, and now it would be {here}",
         "Split the rows as before, or set output to another folder.",
     )
 

@@ -69,6 +69,11 @@ def gather(
     if passed is not None and tokenizer is None:
         raise RecipeError("a model was passed without its tokenizer", "Pass tokenizer=… beside model=….")
     made = Recipe.build(tree)
+    if made.folds.splitter and splitter is None:
+        raise RecipeError(
+            f"folds.splitter names {made.folds.splitter}, which only Python can hold",
+            "Pass folds=<the splitter> to crosstune.cross_validate, or set folds.kind.",
+        )
     return Asked(made, made.data.path if source is None else source, passed, tokenizer, splitter)
 
 

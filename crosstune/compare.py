@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class Entry:
     scores: Mapping[int, float]
     folds_key: str = ""
     note: str = ""
+    trial: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Place:
     first: float = math.nan
     last: float = math.nan
     note: str = ""
+    trial: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Ranking:
         """One flat mapping a trial, for tables and files."""
         return [
             {
-                "trial": place.name, self.metric: place.interval.mean, "std": place.interval.std,
+                "trial": place.trial, "name": place.name, self.metric: place.interval.mean, "std": place.interval.std,
                 "low": place.interval.low, "high": place.interval.high, "folds": place.interval.n,
                 "verdict": place.verdict, "behind_best": _behind(place, self.higher_is_better),
                 "p_adjusted": place.p_adjusted,
@@ -116,22 +118,28 @@ def rank_trials(
     top = alike.index(best)
     for index, entry in enumerate(alike):
         interval = fold_interval(list(entry.scores.values()), test_share=test_share, confidence=confidence)
+        chance: dict[str, Any] = {
+            "first": firsts[index],
+            "last": lasts[index],
+            "note": entry.note,
+            "trial": entry.trial,
+        }
         if index == top:
-            places.append(Place(entry.name, interval, "best", None, math.nan, firsts[index], lasts[index], entry.note))
+            places.append(Place(entry.name, interval, "best", **chance))
             continue
         pair = (min(top, index), max(top, index))
         versus = _compare(best, entry, test_share, rope, higher_is_better, confidence)
         verdict = _judge(versus, adjusted[pair], confidence)
-        places.append(
-            Place(entry.name, interval, verdict, versus, adjusted[pair], firsts[index], lasts[index], entry.note)
-        )
+        places.append(Place(entry.name, interval, verdict, versus, adjusted[pair], **chance))
     places.sort(key=lambda place: (place.verdict != "best", _order(place, best, alike, sign)))
     for entry in scored:
         if entry.folds_key != key:
             interval = fold_interval(list(entry.scores.values()), test_share=test_share, confidence=confidence)
-            places.append(Place(entry.name, interval, "other rows", note=entry.note))
+            places.append(Place(entry.name, interval, "other rows", note=entry.note, trial=entry.trial))
     failed = [entry for entry in finite if not entry.scores]
-    places += [Place(e.name, fold_interval([], test_share=test_share), "failed", note=e.note) for e in failed]
+    places += [
+        Place(e.name, fold_interval([], test_share=test_share), "failed", note=e.note, trial=e.trial) for e in failed
+    ]
     sentence = say_conclusion(metric, places, higher_is_better=higher_is_better)
     return Ranking(metric, tuple(places), rope, confidence, sentence, higher_is_better, _warnings(places, whole))
 
@@ -234,7 +242,7 @@ def _warnings(places: Sequence[Place], whole: int) -> tuple[str, ...]:
 
 def _finite_only(entry: Entry) -> Entry:
     scores = {fold: score for fold, score in sorted(entry.scores.items()) if math.isfinite(score)}
-    return Entry(entry.name, scores, entry.folds_key, entry.note)
+    return replace(entry, scores=scores)
 
 
 def _mean(values: object) -> float:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.asked import Asked, gather
 from crosstune.data.load import Rows, load_rows
@@ -22,16 +24,21 @@ from crosstune.errors import DeviceError, refuse
 from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.memory.plan import Plan, plan_memory
 from crosstune.memory.shape import ModelShape
+from crosstune.metrics import find_metric
 from crosstune.progress import Progress, choose_progress, stage
 from crosstune.recipe import Recipe
 from crosstune.result import Result, make_report, write_out_of_fold, write_scores
+from crosstune.scores import record_pooled
+from crosstune.search import open_search
 from crosstune.splits import Fold, split_rows
 from crosstune.store.run import Run
+from crosstune.suspects import read_row_numbers
 from crosstune.sweep import Trial, share_of_rows, trials_to_plan
 
 if TYPE_CHECKING:
     from crosstune.model.base import Base
     from crosstune.model.device import Place
+    from crosstune.train.exam import Exam
     from crosstune.train.lane import LaneJob
 
 WIDTHS = ("device.lanes", "device.micro_batch", "device.checkpointing")
@@ -86,7 +93,7 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
     config = _config(asked)
     shape = ModelShape.from_config(config)
     tokenizer, tokens = _encode(asked, rows, config, progress)
-    exam = set_exam(recipe.evaluate, rows, tokens, tokenizer, recipe.data)
+    exam = _exam(recipe, rows, tokens, tokenizer)
     place = _choose_place(asked)
     progress.say(f"device: {place}")
     plan = _plan_as_before(planned, recipe, shape, tokens, trials, folds, place, progress)
@@ -94,10 +101,12 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
 
     base = _base(asked, tokenizer, place, progress)
     try:
-        jobs = _jobs(base, trials, folds)
+        for trial in trials:
+            make_jobs(base, trial, folds)  # refuses targets that match no layer before anything is written
+        work = _Work(recipe, rows, folds, tokens, base, plan, exam, progress, interrupts)
         with _open_run(recipe, rows, tokens) as run:
             try:
-                _train(run, recipe, trials, base, tokens, folds, jobs, plan, progress, interrupts)
+                _train(run, work)
             except Interrupted as end:
                 run.record("interrupted", signal=end.number)
                 raise
@@ -111,42 +120,98 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
         base.release()
 
 
-def _train(
-    run: Run,
-    recipe: Recipe,
-    trials: Sequence[Trial],
-    base: Base,
-    tokens: Tokens,
-    folds: Sequence[Fold],
-    jobs: Sequence[LaneJob],
-    plan: Plan,
-    progress: Progress,
-    interrupts: Interrupts,
-) -> None:
+@dataclass(frozen=True)
+class _Work:
+    """What a run trains and scores, once all is read and loaded."""
+
+    recipe: Recipe
+    rows: Rows
+    folds: Sequence[Fold]
+    tokens: Tokens
+    base: Base
+    plan: Plan
+    exam: Exam | None
+    progress: Progress
+    interrupts: Interrupts
+
+    @property
+    def held_out(self) -> NDArray[np.int64]:
+        """Positions of all rows that some fold holds out."""
+        return np.array(sorted({row for fold in self.folds for row in fold.held_out}), dtype=np.int64)
+
+
+def _train(run: Run, work: _Work) -> None:
     """Everything between an opened run and its last lane."""
     from crosstune.record import Recorder
     from crosstune.train.checkpoint import Checkpoints
     from crosstune.workers.local import run_waves
-    from crosstune.workers.waves import waves_left
+    from crosstune.workers.schedule import Schedule
+
+    recipe, plan, progress = work.recipe, work.plan, work.progress
 
     def checkpoints(wave: Sequence[LaneJob]) -> Checkpoints:
         lanes = [(job.trial, job.fold) for job in wave]
-        return Checkpoints(run.checkpoint_folder(lanes), recipe.train.checkpoint_every, interrupts, progress.say)
+        return Checkpoints(run.checkpoint_folder(lanes), recipe.train.checkpoint_every, work.interrupts, progress.say)
 
-    held_out = np.array(sorted({row for fold in folds for row in fold.held_out}), dtype=np.int64)
-    run.write_folds(fold_table_columns(tokens, folds))
-    run.record("trials", trials=[{"trial": trial.index, "settings": dict(trial.settings)} for trial in trials])
+    run.write_folds(fold_table_columns(work.tokens, work.folds))
+    _write_groups(run, work.rows, recipe.folds.group)
     run.record("plan", **plan.settings, peak_bytes=plan.peak_bytes, waves=plan.waves, allowed=list(recipe.lint.allow))
-    base_scores = _score_base(run, base, tokens, held_out, progress)
-    recorder = Recorder(run, recipe, {trial.index: trial for trial in trials}, tokens, base, base_scores)
-    waves = waves_left(jobs, plan.lanes, over=run.lanes_over(), again=run.lanes_again())
-    run_waves(base, waves, tokens, plan, report=recorder, progress=progress, checkpoints=checkpoints)
+    base_scores = _score_base(run, work.base, work.tokens, work.held_out, progress)
+    examine = _examine_base(run, work)
+    trials: dict[int, Trial] = {}
+    recorder = Recorder(run, recipe, trials, work.tokens, work.base, base_scores)
+    metric = str(recipe.sweep.get("metric", "loss"))
+    search = open_search(recipe, folds=len(work.folds), higher_is_better=find_metric(metric).higher_is_better)
+    schedule = Schedule(
+        run, search, lambda trial: make_jobs(work.base, trial, work.folds),
+        trials=trials, lanes=plan.lanes, metric=metric, report=recorder, examine=examine,
+    )  # fmt: skip
+    run_waves(
+        work.base, schedule.waves(), work.tokens, plan,
+        report=schedule.report, progress=progress, checkpoints=checkpoints, given_up=schedule.given_up,
+    )  # fmt: skip
     write_out_of_fold(run)
+    record_pooled(run)
+
+
+def _examine_base(run: Run, work: _Work) -> Callable[[Sequence[LaneJob]], None] | None:
+    """Baselines beyond the base's loss, and what lets finished lanes take the exam; None where the loss is all."""
+    from crosstune.train.exam import few_shot_exam, few_shot_rows
+    from crosstune.workers.examine import Examiner, score_few_shot
+
+    examiner = None if work.exam is None else Examiner(run, work.base, work.tokens, work.exam, work.progress)
+    if examiner is not None:
+        if work.exam is not None and work.exam.choices is not None and not run.events("labels"):
+            run.record("labels", labels=list(work.exam.choices.names))
+        examiner.examine_base("base", work.held_out.tolist())
+    evaluate = work.recipe.evaluate
+    if evaluate.shots:
+        shown = few_shot_rows(
+            work.rows, work.tokens, work.folds, work.base.tokenizer, work.recipe.data,
+            shots=evaluate.shots, seed=evaluate.seed,
+        )  # fmt: skip
+        score_few_shot(run, work.base, shown, work.held_out.tolist(), work.progress)
+        if examiner is not None and work.exam is not None:
+            examiner.examine_base("few-shot", work.held_out.tolist(), few_shot_exam(work.exam, shown))
+    return None if examiner is None else examiner.examine
+
+
+def _write_groups(run: Run, rows: Rows, column: str | None) -> None:
+    """groups.parquet: which rows belong together, for intervals that draw whole groups."""
+    if column is None or run.read_table("groups.parquet") is not None:
+        return
+    place: dict[str, int] = {}
+    groups = [place.setdefault(str(value), len(place)) for value in rows.column(column, option="folds.group")]
+    run.write_table("groups.parquet", {"row": [row.number for row in rows.rows], "group": groups})
 
 
 def _read(asked: Asked, progress: Progress) -> Rows:
     recipe = asked.recipe
     rows = load_rows(asked.source, recipe.data)
+    if recipe.data.exclude is not None:
+        gone = read_row_numbers(recipe.data.exclude)
+        rows = rows.without(gone)
+        progress.say(f"{recipe.data.exclude}: {len(gone)} rows left out")
     progress.say(f"{rows.name}: {len(rows)} rows, shape {rows.shape}")
     if recipe.data.skip_bad_rows:
         return rows
@@ -190,6 +255,13 @@ def _encode(asked: Asked, rows: Rows, config: Mapping[str, Any], progress: Progr
             progress.say(f"{finding.severity}: {finding.message}")
     refuse([finding for finding in findings if finding.code not in recipe.lint.allow])
     return ready.tokenizer, tokens
+
+
+def _exam(recipe: Recipe, rows: Rows, tokens: Tokens, tokenizer: Any) -> Exam | None:
+    """What is asked of held-out rows beyond the loss; refuses labels and metrics that can't be."""
+    from crosstune.train.exam import set_exam
+
+    return set_exam(recipe.evaluate, rows, tokens, tokenizer, recipe.data)
 
 
 def _limit(config: Mapping[str, Any], tokenizer: Any) -> int:
@@ -273,23 +345,21 @@ def _base(asked: Asked, tokenizer: Any, place: Place, progress: Progress) -> Bas
         progress.stop()
 
 
-def _jobs(base: Base, trials: Sequence[Trial], folds: Sequence[Fold]) -> list[LaneJob]:
-    """Every lane: the folds of the first trial, then those of the next. Refuses targets that match no layer."""
+def make_jobs(base: Base, trial: Trial, folds: Sequence[Fold]) -> list[LaneJob]:
+    """The trial's lanes, one a fold. Refuses targets that match no layer."""
     from crosstune.model.attach import resolve_targets
     from crosstune.train.lane import LaneJob
 
-    jobs = []
-    for trial in trials:
-        recipe = trial.recipe
-        targets = resolve_targets(base, recipe.lora.targets)
-        jobs += [
-            LaneJob(
-                trial.index, fold.index, recipe.lora, recipe.train, recipe.evaluate, fold.train, fold.held_out, targets,
-                packing=recipe.data.packing,
-            )
-            for fold in folds
-        ]  # fmt: skip
-    return jobs
+    recipe = trial.recipe
+    targets = resolve_targets(base, recipe.lora.targets)
+    return [
+        LaneJob(
+            trial.index, fold.index, recipe.lora, recipe.train, recipe.evaluate,
+            share_of_rows(fold.train, recipe.train.share, recipe.train.seed), fold.held_out, targets,
+            packing=recipe.data.packing,
+        )
+        for fold in folds
+    ]  # fmt: skip
 
 
 def _score_base(run: Run, base: Base, tokens: Tokens, held_out: Any, progress: Progress) -> Any:

@@ -100,6 +100,9 @@ class Data(Section):
     special_text: Literal["refuse", "keep"] = Field(
         "refuse", description="Text that spells a control token: refuse the row, or keep it as ordinary characters."
     )
+    exclude: str | None = Field(
+        None, description="CSV file with a column 'row': these rows are left out. suspects.csv is such a file."
+    )
     skip_bad_rows: bool = Field(False, description="Leave rows with errors out (and list them) in place of refusing.")
 
 
@@ -115,6 +118,9 @@ class Folds(Section):
         "leave-one-group-out", "repeated-kfold", "repeated-stratified", "column",
     ] = Field("kfold", description="scikit-learn's splitter by name, or a column with the fold.")  # fmt: skip
     k: Int = Field(5, ge=2, description="Number of folds (of splits, for shuffle).")
+    splitter: str | None = Field(
+        None, description="A scikit-learn splitter passed from Python, in words; it takes the place of kind."
+    )
     by: str | None = Field(None, description="Column with the class (stratified), the time, or the fold (column).")
     group: str | None = Field(None, description="Column whose equal values must stay on one side of a fold.")
     seed: Int = Field(0, description="Seed of the split.")
@@ -208,6 +214,19 @@ class Evaluate(Section):
 
     metrics: tuple[str, ...] = Field(("loss", "token_accuracy"), description="Metrics on rows never seen.")
     every: Literal["epoch"] | Count = Field("epoch", description="Evaluate at every epoch, or every so many steps.")
+    labels: tuple[str, ...] | str | None = Field(
+        None, description="Labels of choice metrics: a list, or the column with the right one. Default: all answers."
+    )
+    by_token: bool = Field(False, description="Divide a label's log-likelihood by its number of tokens.")
+    max_new_tokens: Count | None = Field(
+        None, description="Longest generated answer. Default: a quarter more than the longest answer of the data."
+    )
+    temperature: Float = Field(0.0, ge=0, description="Of generated answers; 0 takes the likeliest token.")
+    top_p: Float = Field(1.0, gt=0, le=1, description="Draw from the likeliest tokens that hold this much probability.")
+    seed: Int = Field(0, description="Seed of draws and of few-shot examples.")
+    shots: CountOrNone = Field(
+        0, description="Training-side examples before each prompt, for a few-shot baseline; 0: no such baseline."
+    )
 
 
 class Device(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crosstune.errors import MissingExtra
-from crosstune.stats import Interval, fold_interval
+from crosstune.scores import baselines, fold_scores, known, limits, metric_summaries, rank_run
+from crosstune.stats import fold_interval
 from crosstune.store.run import Run
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ class Result:
 
     @property
     def best(self) -> Mapping[str, Any]:
-        """The trial with the lowest mean held-out loss."""
-        return min(self.trials, key=lambda trial: math.inf if trial["mean"] is None else trial["mean"])
+        """The trial with the best mean of the sweep's metric (the held-out loss, unless asked otherwise)."""
+        best = self.report["best"]
+        return next((trial for trial in self.trials if trial["trial"] == best), self.trials[0])
 
     @property
     def mean(self) -> float:
@@ -63,8 +64,8 @@ class Result:
     @cached_property
     def scores(self) -> pandas.DataFrame:
         """A row a trial and fold: loss, perplexity, token accuracy, the untuned base's loss, rows, tokens."""
-        rows = [{"trial": trial["trial"], **trial["settings"], **fold} for trial in self.trials for fold in trial["folds"]]
-        return _pandas().DataFrame(rows)
+        each = ((trial, fold) for trial in self.trials for fold in trial["folds"])
+        return _pandas().DataFrame([{"trial": trial["trial"], **trial["settings"], **fold} for trial, fold in each])
 
     @cached_property
     def out_of_fold(self) -> pandas.DataFrame:
@@ -104,11 +105,19 @@ def make_report(run: Run) -> dict[str, Any]:
     events = run.events("trials")
     settings = {trial["trial"]: trial["settings"] for trial in events[-1]["trials"]} if events else {}
     lanes = [key for key in (*finished, *failed) if key[1] is not None]
+    scores, pooled = fold_scores(run), {event["trial"]: event for event in run.events("pooled")}
+    gone = {event["trial"]: event["reason"] for event in run.events("trial_given_up")}
     trials = []
     for trial in sorted({trial for trial, _ in lanes}):
         folds = [finished[key] for key in sorted(key for key in finished if key[0] == trial and key[1] is not None)]
         asked = sum(key[0] == trial for key in lanes)
-        trials.append({"trial": trial, "settings": settings.get(trial, {}), **_summary(folds, asked)})
+        by_metric, tables = scores.get(trial, {}), pooled.get(trial, {})
+        trials.append(
+            {"trial": trial, "settings": settings.get(trial, {}), **_summary(folds, asked, by_metric)}
+            | {"metrics": metric_summaries(run, trial, by_metric), "given_up": gone.get(trial)}
+            | {name: tables[name] for name in ("confusion", "calibration") if name in tables}
+        )
+    ranking = rank_run(run) if any(trial["finished"] for trial in trials) else None
     return {
         "run": str(run.folder),
         "trials": trials,
@@ -116,28 +125,39 @@ def make_report(run: Run) -> dict[str, Any]:
         "seconds": sum(event.get("seconds", 0.0) for event in run.events("closed")),
         "peak_bytes": max((event["peak_bytes"] for event in run.events("wave_finished")), default=0),
         "finished": run.is_finished,
+        "best": ranking.places[0].trial if ranking else None,
+        "conclusion": ranking.sentence if ranking else "no fold finished",
+        "ranking": [_plain(row) for row in ranking.to_rows()] if ranking else [],
+        "baselines": baselines(run),
+        "labels": next((event["labels"] for event in run.events("labels")), None),
     }
 
 
-def _summary(folds: Sequence[Mapping[str, Any]], asked: int) -> dict[str, Any]:
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: known(value) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def _examined(fold: int, scores: Mapping[str, Mapping[int, float]]) -> dict[str, float | None]:
+    return {name: known(by[fold]) for name, by in scores.items() if name not in FOLD_FIELDS and fold in by}
+
+
+def _summary(
+    folds: Sequence[Mapping[str, Any]], asked: int, scores: Mapping[str, Mapping[int, float]]
+) -> dict[str, Any]:
     losses = [fold["loss"] for fold in folds]
     shares = [fold["rows"] / (fold["rows"] + fold["train_rows"]) for fold in folds]
-    interval = fold_interval(losses, test_share=float(np.mean(shares))) if folds else Interval(*[math.nan] * 4, 0)
+    interval = fold_interval(losses, test_share=float(np.mean(shares)) if folds else 0.2)
     tokens = sum(fold["tokens"] for fold in folds)
     return {
-        "folds": [{name: fold[name] for name in FOLD_FIELDS} for fold in folds],
-        "mean": _known(interval.mean),
-        "std": _known(interval.std),
-        "interval95": None if math.isnan(interval.low) else [interval.low, interval.high],
+        "folds": [{name: fold[name] for name in FOLD_FIELDS} | _examined(fold["fold"], scores) for fold in folds],
+        "mean": known(interval.mean),
+        "std": known(interval.std),
+        "interval95": limits(interval),
         "pooled_loss": sum(fold["nll"] for fold in folds) / tokens if tokens else None,
         "finished": len(folds),
         "asked": asked,
         "optimistic": any(fold["optimistic"] for fold in folds),
     }
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def write_scores(run: Run) -> None:

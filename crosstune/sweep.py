@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from crosstune.errors import RecipeError
+from crosstune.metrics import find_metric
 from crosstune.mistakes import ALIASES
 from crosstune.recipe import Float, Int, Recipe, Section, options
 
@@ -106,6 +107,7 @@ def read_sweep(recipe: Recipe) -> tuple[Sweep, tuple[Axis, ...]]:
         ]
         sweep = Sweep()
     mistakes += [_unknown(key) for key in plain if key not in Sweep.model_fields]
+    mistakes += _metric_faults(sweep.metric, recipe.evaluate.metrics)
     kinds = {name: kind for name, kind, *_ in options() if name.split(".")[0] in SWEPT_SECTIONS}
     axes = []
     for name, value in swept.items():
@@ -144,6 +146,22 @@ def expand(recipe: Recipe) -> list[Trial]:
         raise RecipeError("TPE's trials can't be listed beforehand", "Set sweep.kind: grid or random for a list.")
     choices = _grid(axes) if sweep.kind == "grid" else _draws(axes, sweep.trials or 20, sweep.seed)
     return [make_trial(recipe, index, choice) for index, choice in enumerate(choices[: sweep.trials])]
+
+
+def trials_to_plan(recipe: Recipe) -> list[Trial]:
+    """As many trials as will be tried, as large as any: what memory is planned for. Of lists, the trials themselves."""
+    if not recipe.sweep or (sweep_and_axes := read_sweep(recipe))[0].kind != "tpe":
+        return expand(recipe)
+    sweep, axes = sweep_and_axes
+    largest = {axis.name: axis.cast(axis.high) if axis.is_range else _largest(axis.values) for axis in axes}
+    return [make_trial(recipe, index, largest) for index in range(sweep.trials or 20)]
+
+
+def _largest(values: Sequence[Any]) -> Any:
+    numbers = [value for value in values if isinstance(value, int | float)]
+    if len(numbers) == len(values):
+        return max(numbers)
+    return "all-linear" if "all-linear" in values else max(values, key=lambda value: len(str(value)))
 
 
 def make_trial(recipe: Recipe, index: int, choice: Mapping[str, Any]) -> Trial:
@@ -208,6 +226,16 @@ def _read_range(name: str, word: str, inner: Any, *, whole: bool) -> Axis | str:
     if word == "log" and low <= 0:
         return f"sweep.{name}: a log range starts above 0 (got {inner!r})"
     return Axis(name, low=low, high=high, log=word == "log", whole=whole)
+
+
+def _metric_faults(name: str, measured: Sequence[str]) -> list[str]:
+    try:
+        metric = find_metric(name)
+    except RecipeError as error:
+        return [f"sweep.metric: unknown metric {name!r}; {error.fix}"]
+    if metric.kind != "loss" and name not in measured:
+        return [f"sweep.metric: {name} isn't measured; add it to evaluate.metrics"]
+    return []
 
 
 def _faults(recipe: Recipe, axis: Axis) -> list[str]:

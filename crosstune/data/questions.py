@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,15 +154,19 @@ def _answer_turn(row: Row) -> int | None:
     return places[-1] if places else None
 
 
-def few_shot(rows: Rows, row: Row, examples: Sequence[int], tokenizer: Any, data: Data) -> NDArray[np.int32]:
-    """Prompt ids of `row` after examples (positions into `rows`): earlier turns, or text for shape prompt."""
-    shots = [rows.rows[position] for position in examples]
+def with_examples(row: Row, shots: Sequence[Row]) -> Row:
+    """The row after examples that are only read: earlier turns, or text before the prompt. Its targets stay."""
+    if not shots:
+        return row
     if row.shape == "messages":
         system = tuple(turn for turn in row.turns[:1] if turn.role == "system")
-        before = tuple(turn for shot in shots for turn in shot.turns if turn.role != "system")
-        row = replace(row, turns=(*system, *before, *row.turns[len(system) :]))
-    else:
-        before_text = "".join(shot.prompt + shot.completion + "\n\n" for shot in shots)
-        row = replace(row, prompt=before_text + row.prompt)
-    ids, learn = Encoder(tokenizer).rows([Renderer(tokenizer, data).spans(row)])[0]
-    return np.array(ids[: last_run(np.array(learn, dtype=bool))[0]], dtype=np.int32)
+        before = (replace(turn, learn=False) for shot in shots for turn in shot.turns if turn.role != "system")
+        return replace(row, turns=(*system, *before, *row.turns[len(system) :]))
+    before_text = "".join(shot.prompt + shot.completion + "\n\n" for shot in shots)
+    return replace(row, prompt=before_text + row.prompt)
+
+
+def pick_examples(train: Sequence[int], count: int, *, seed: int, number: int) -> list[int]:
+    """`count` of the positions in `train`, drawn for the row with this number: the same in every run and order."""
+    rng = np.random.default_rng([seed, number])
+    return [int(train[i]) for i in rng.permutation(len(train))[:count]]

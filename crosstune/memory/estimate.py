@@ -35,6 +35,7 @@ from crosstune.memory.gpus import MIB, Machine
 from crosstune.memory.shape import Linear, ModelShape
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+EVALUATE_TOKENS = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # a batch without autograd, at most
 HEAD_CHUNK_BYTES = {"cpu": 64 * MIB, "mps": 128 * MIB, "cuda": 512 * MIB}  # fp32 logits that exist at one time
 
 
@@ -52,6 +53,7 @@ class Settings:
     rank: int = 16
     targets: tuple[Linear, ...] = ()
     dropout: bool = False
+    evaluate_tokens: int = 0  # of a batch without autograd
 
     @property
     def pass_tokens(self) -> int:
@@ -81,6 +83,11 @@ class Estimate:
         return self.peak_bytes - self.parts["context and libraries"]
 
     @property
+    def transient_bytes(self) -> int:
+        """What comes and goes with a step, at the moment of the peak."""
+        return self.moments[self.at]
+
+    @property
     def allocated_bytes(self) -> int:
         """What PyTorch's tensors hold at the peak (torch.cuda.max_memory_allocated)."""
         return self.reserved_bytes - self.parts["fragmentation"]
@@ -100,6 +107,9 @@ def estimate(shape: ModelShape, settings: Settings, machine: Machine) -> Estimat
         moments["block"] = _block(shape, settings, shape.layers - n, n, again=False)
     if n:
         moments["recomputed block"] = _block(shape, settings, 0, n, again=True)
+    if settings.evaluate_tokens:
+        tokens = settings.evaluate_tokens
+        moments["evaluation"] = {"evaluation": evaluation_bytes(shape, settings, tokens, machine.kind)}
     at = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {**kept, **moments[at], "batch": batch_bytes(settings), "cuBLAS workspaces": machine.cublas_bytes}
     transient = sum(moments[at].values())
@@ -228,6 +238,15 @@ def _block(shape: ModelShape, settings: Settings, whole: int, inputs: int, again
     parts["backward: temporaries of a layer"] = masked + (undone - weight if at_weight else plain)
     parts["dequantised weight"] = weight if at_weight else 0
     return parts
+
+
+def evaluation_bytes(shape: ModelShape, settings: Settings, tokens: int, kind: str) -> int:
+    """A batch of `tokens` tokens without autograd: an MLP's three wide tensors, or the head's chunk."""
+    c, h, f = settings.number_bytes, shape.hidden, shape.intermediate
+    block = tokens * (3 * c * f + 2 * c * h) + dequantized_bytes(shape, settings)
+    if settings.quantization == "int8":
+        block += tokens * 5 * f  # the product in int32, the input in int8
+    return max(block, 2 * tokens * c * h + 8 * min(tokens, head_chunk(shape.vocab, kind)) * shape.vocab)
 
 
 def dequantized_bytes(shape: ModelShape, settings: Settings) -> int:

@@ -23,6 +23,7 @@ class Status(str, Enum):
     DONE = "done"
     STOPPED = "stopped"  # early, as train.stop asked
     FAILED = "failed"
+    GIVEN_UP = "given up"  # its trial was given up by the sweep
 
     @property
     def is_finished(self) -> bool:
@@ -43,6 +44,7 @@ class LaneJob:
     held_out: tuple[int, ...]
     targets: tuple[str, ...]  # full names of the layers to adapt
     packing: bool = False
+    ends_at: float = 1.0  # share of its steps after which it ends; the schedule stays that of all steps
 
     @property
     def seed(self) -> int:
@@ -122,10 +124,15 @@ class Lane:
         return steps_an_epoch(len(self.units), self.job.train.batch_size)
 
     @property
+    def last_step(self) -> int:
+        """The step after which the lane ends: `total_steps`, unless the job ends before its schedule does."""
+        return max(1, math.ceil(self.job.ends_at * self.total_steps - 1e-9))
+
+    @property
     def is_fed(self) -> bool:
         """The lane still takes part in passes. A failed lane does until its time is up, with weight 0, so that the
         shapes, and with them every bit of the other lanes, stay as they would have been."""
-        return self.step < self.total_steps and self.status is not Status.STOPPED
+        return self.step < self.last_step and self.status not in (Status.STOPPED, Status.GIVEN_UP)
 
     def next_units(self) -> list[Unit]:
         """The units of the next optimizer step; none if the lane is over."""
@@ -140,7 +147,7 @@ class Lane:
     def is_due(self) -> bool:
         """An evaluation is due after the step just taken."""
         every = self.steps_an_epoch if self.job.evaluate.every == "epoch" else self.job.evaluate.every
-        return self.step == self.total_steps or self.step % every == 0
+        return self.step == self.last_step or self.step % every == 0
 
     def note_stop_loss(self, loss: float) -> bool:
         """Take the loss that decides on stopping; say whether it is the best so far."""

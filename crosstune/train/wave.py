@@ -70,6 +70,15 @@ class LaneRetired:
 
 
 @dataclass(frozen=True)
+class LaneGivenUp:
+    """A lane's trial was given up by the sweep while the lane was under way. Nothing of it is kept."""
+
+    job: LaneJob
+    reason: str
+    step: int
+
+
+@dataclass(frozen=True)
 class WaveFinished:
     """All lanes of the wave are over. Bytes of the device: alive before and after, and the peak between."""
 
@@ -82,8 +91,9 @@ class WaveFinished:
     peak_bytes: int
 
 
-Event = LaneEvaluated | StepKept | LaneFinished | LaneRetired | WaveFinished
+Event = LaneEvaluated | StepKept | LaneFinished | LaneRetired | LaneGivenUp | WaveFinished
 Report = Callable[[Event], None]
+GivenUp = Callable[[LaneJob], str]  # why the lane's trial is given up; empty if it isn't
 
 
 def run_wave(
@@ -95,13 +105,14 @@ def run_wave(
     report: Report,
     progress: Progress,
     checkpoints: Checkpoints | None = None,
+    given_up: GivenUp = lambda job: "",
 ) -> None:
     """Train and score all `jobs` together; tell `report` what happens. Goes on from the wave's newest checkpoint.
 
     What was reported between that checkpoint and the end of the process that wrote it is reported again, unchanged.
     """
     before, begun = live_bytes(base.device), time.monotonic()
-    steps, trained = _run(base, jobs, tokens, plan, report, progress, checkpoints or no_checkpoints())
+    steps, trained = _run(base, jobs, tokens, plan, report, progress, checkpoints or no_checkpoints(), given_up)
     report(
         WaveFinished(
             tuple(jobs), steps, trained, time.monotonic() - begun, before, live_bytes(base.device), peak_bytes(base.device)
@@ -117,11 +128,12 @@ def _run(
     report: Report,
     progress: Progress,
     checkpoints: Checkpoints,
+    given_up: GivenUp,
 ) -> tuple[int, int]:
     with attached(base, [job.spec for job in jobs], checkpointed_layers=plan.checkpointed_layers) as slots:
-        wave = _Wave(slots, [Lane.start(job, tokens) for job in jobs], tokens, plan, report, checkpoints)
+        wave = _Wave(slots, [Lane.start(job, tokens) for job in jobs], tokens, plan, report, checkpoints, given_up)
         wave.go_on()
-        with stage(progress, "train", max(lane.total_steps for lane in wave.lanes)):
+        with stage(progress, "train", max(lane.last_step for lane in wave.lanes)):
             progress.advance(wave.standing.steps)
             with checkpoints.interrupts.waiting_for_a_step():
                 wave.evaluate()
@@ -148,9 +160,10 @@ class _Wave:
         plan: Plan,
         report: Report,
         checkpoints: Checkpoints,
+        given_up: GivenUp,
     ) -> None:
         self.slots, self.lanes, self.tokens, self.plan = slots, lanes, tokens, plan
-        self.report, self.checkpoints = report, checkpoints
+        self.report, self.checkpoints, self.given_up = report, checkpoints, given_up
         self.optimizer = LaneAdamW(slots, [lane.job.train for lane in lanes])
         self.standing = Standing()
         self.begun = time.monotonic()
@@ -237,8 +250,17 @@ class _Wave:
             self.report(LaneEvaluated(lane.job, lane.step, lane.step / lane.steps_an_epoch, scores[k]))
             if lane.job.train.stop is not None and lane.note_stop_loss(stop_loss(lane, stops[k])):
                 self._keep(k, scores[k])
-            if not lane.is_fed or lane.step == lane.total_steps:
+            if not lane.is_fed:
                 self._finish(k, scores[k])
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """End the lanes whose trials the scores just reported made the sweep give up: their share of a pass is free."""
+        for k, lane in enumerate(self.lanes):
+            if lane.status is Status.RUNNING and (reason := self.given_up(lane.job)):
+                lane.status, lane.reason = Status.GIVEN_UP, reason
+                self.slots.clear(k)
+                self.report(LaneGivenUp(lane.job, reason, lane.step))
 
     def _keep(self, k: int, scores: RowScores) -> None:
         if self.lanes[k].job.train.keep == "best":

@@ -10,7 +10,7 @@ from crosstune.model.base import Base
 from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.lane import LaneJob
-from crosstune.train.wave import Report, run_wave
+from crosstune.train.wave import GivenUp, Report, run_wave
 
 
 def run_waves(
@@ -22,12 +22,15 @@ def run_waves(
     report: Report,
     progress: Progress,
     checkpoints: Callable[[Sequence[LaneJob]], Checkpoints],
+    given_up: GivenUp = lambda job: "",
 ) -> None:
     """Train the waves in order. A wave's checkpoints go when all that it reported is recorded."""
     for jobs in waves:
         kept = checkpoints(jobs)
         try:
-            run_wave(base, jobs, tokens, plan, report=report, progress=progress, checkpoints=kept)
+            run_wave(
+                base, jobs, tokens, plan, report=report, progress=progress, checkpoints=kept, given_up=given_up
+            )
             kept.drop()
         finally:
             kept.close()

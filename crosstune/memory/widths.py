@@ -1,0 +1,142 @@
+"""`Plan`: how wide a job runs on a device, with its bytes and its time; `smaller()` is the next one down.
+
+A plan never changes what is computed: the effective batch, the row order and the schedule stay; only how many lanes
+and rows share a pass, and what is kept or computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.memory.estimate import EVALUATE_TOKENS, Estimate, Settings, estimate, evaluation_bytes
+from crosstune.memory.gpus import Machine
+from crosstune.memory.shape import ModelShape
+from crosstune.memory.speed import counts_near, step_seconds
+from crosstune.units import bytes_words, seconds_words
+
+LENGTH_MULTIPLE = {"cuda": 8}  # rows are padded to a multiple of this (train/step.py)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a plan may not change: the model, the adapters, the rows, the device."""
+
+    shape: ModelShape
+    machine: Machine
+    free_bytes: int
+    num_lanes: int
+    batch_size: int
+    steps: int  # optimizer steps a lane
+    lengths: NDArray[np.integer] = field(repr=False)
+    like: Settings = field(repr=False)  # rank, targets, precision, quantisation
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longest row as it is padded: a pass must survive it, whenever it comes."""
+        multiple = LENGTH_MULTIPLE.get(self.machine.kind, 1)
+        return max(2, -(-int(np.max(self.lengths)) // multiple) * multiple)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How wide to run. `fits` is judged on the device's used bytes, fragmentation and context included."""
+
+    lanes: int
+    waves: int
+    micro_batch: int
+    accumulation: int
+    checkpointed_layers: int
+    quantization: str
+    precision: str
+    max_tokens: int
+    evaluate_tokens: int  # of a batch without autograd: as many as don't raise the peak
+    peak_bytes: int
+    free_bytes: int
+    parts: Mapping[str, int]
+    seconds: float
+    job: Job = field(repr=False)
+    larger: Plan | None = field(default=None, repr=False)  # the nearest faster plan, which doesn't fit
+
+    @property
+    def fits(self) -> bool:
+        """The device has room for it."""
+        return self.peak_bytes <= self.free_bytes
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of the largest pass, padding included."""
+        return self.lanes * self.micro_batch * self.max_tokens
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The plan's choices under the recipe's names."""
+        layers = self.job.shape.layers
+        words = {0: "none", layers: "all"}.get(self.checkpointed_layers, self.checkpointed_layers)
+        return {
+            "device.lanes": self.lanes, "device.micro_batch": self.micro_batch, "device.checkpointing": words,
+            "device.precision": self.precision, "model.quantization": self.quantization,
+        }  # fmt: skip
+
+    def smaller(self) -> Plan | None:
+        """The next smaller plan for the same lanes: the fastest that needs at least 5% less. None: no room left.
+
+        The 5% are of what comes and goes with a step; the base and the lanes stay as they are.
+        """
+        layers = self.job.shape.layers
+        counts = {0, *range(0, layers, max(1, layers // 8)), layers, self.checkpointed_layers}
+        tries = [
+            make_plan(self.job, self.lanes, micro, checkpointed)
+            for micro in counts_near(self.job.batch_size)
+            for checkpointed in sorted(counts)
+            if micro <= self.micro_batch and checkpointed >= self.checkpointed_layers
+        ]
+        fixed = ("base", "lanes", "context", "cuBLAS")
+        kept = sum(size for name, size in self.parts.items() if name.startswith(fixed))
+        enough = self.peak_bytes - max(1, (self.peak_bytes - kept) // 20)
+        tries = [plan for plan in tries if plan.peak_bytes <= enough]
+        return min(tries, key=lambda plan: (plan.seconds, plan.peak_bytes), default=None)
+
+    def __str__(self) -> str:
+        count, layers = self.checkpointed_layers, self.job.shape.layers
+        again = {0: "nothing recomputed", layers: "all layers recomputed"}.get(
+            count, f"{count} of {layers} layers recomputed"
+        )
+        over = f" over {self.quantization}" if self.quantization != "none" else ""
+        return (
+            f"{self.lanes} of {self.job.num_lanes} lanes a wave ({_count(self.waves, 'wave')}), "
+            f"{_count(self.micro_batch, 'row')} a lane and pass x {self.accumulation}, {again}, {self.precision}{over}: "
+            f"{bytes_words(self.peak_bytes)} of {bytes_words(self.free_bytes)}, about {seconds_words(self.seconds)}"
+        )
+
+
+def make_plan(job: Job, lanes: int, micro_batch: int, checkpointed: int) -> Plan:
+    """The plan with exactly these settings, whether or not it fits."""
+    settings = replace(job.like, lanes=lanes, micro_batch=micro_batch, tokens=job.tokens, checkpointed=checkpointed)
+    found = estimate(job.shape, settings, job.machine)
+    evaluate = _evaluate_tokens(job, settings, found)
+    found = estimate(job.shape, replace(settings, evaluate_tokens=evaluate), job.machine)
+    waves, accumulation = math.ceil(job.num_lanes / lanes), math.ceil(job.batch_size / micro_batch)
+    step = step_seconds(job.shape, settings, job.machine, lengths=job.lengths, batch_size=job.batch_size)
+    return Plan(
+        lanes, waves, micro_batch, accumulation, checkpointed, settings.quantization, settings.precision, job.tokens,
+        evaluate, found.peak_bytes, job.free_bytes, found.parts, waves * job.steps * step, job,
+    )  # fmt: skip
+
+
+def _evaluate_tokens(job: Job, settings: Settings, training: Estimate) -> int:
+    """Halve the batch of an evaluation until it needs no more than training, down to one row a lane."""
+    least = settings.lanes * settings.tokens
+    tokens = max(least, EVALUATE_TOKENS[job.machine.kind])
+    while tokens > least and evaluation_bytes(job.shape, settings, tokens, job.machine.kind) > training.transient_bytes:
+        tokens = max(least, tokens // 2)
+    return tokens
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -197,7 +197,7 @@ def _stash(shape: ModelShape, settings: Settings, whole: int, inputs: int) -> di
 
 
 def _kept_by_int8(shape: ModelShape, settings: Settings) -> int:
-    """bitsandbytes' int8 product keeps its input outside autograd's care, so a checkpointed block can't let go of it."""
+    """bitsandbytes' int8 product keeps its input out of autograd's sight: a checkpointed block can't let go of it."""
     if settings.quantization != "int8":
         return 0
     return settings.number_bytes * (2 * shape.hidden + shape.queries + shape.intermediate)
@@ -214,7 +214,7 @@ def _head(shape: ModelShape, settings: Settings, chunk: int) -> dict[str, int]:
 
 
 def _final_norm(shape: ModelShape, settings: Settings) -> dict[str, int]:
-    """The first thing that the backward pass meets, with all blocks' share still there: six fp32 copies of the states."""
+    """The first thing that the backward pass meets, all blocks' share still there: six fp32 copies of the states."""
     N, c, h = settings.pass_tokens, settings.number_bytes, shape.hidden
     return {
         **_stash(shape, settings, shape.layers - settings.checkpointed, settings.checkpointed),

@@ -124,7 +124,7 @@ def _choose(fitting: Sequence[Plan], job: Job) -> Plan:
     """GPU: about the fastest, with the fewest waves. CPU: all lanes together, nothing recomputed, moderate passes."""
     if job.machine.kind == "cuda":
         fastest = min(plan.seconds for plan in fitting)
-        near = [plan for plan in fitting if plan.seconds <= 1.1 * fastest]  # the model of time is no better than that
+        near = [plan for plan in fitting if plan.seconds <= 1.2 * fastest]  # the model of time is no better than that
         return min(near, key=lambda plan: (plan.waves, plan.peak_bytes))
     mean = float(np.mean(job.lengths))
 

@@ -16,10 +16,9 @@ from crosstune.memory.estimate import Settings
 from crosstune.memory.gpus import Machine
 from crosstune.memory.shape import ModelShape
 
-LAUNCH_SECONDS = (
-    3.4e-3  # a block's forward and backward, launched kernel by kernel (32 blocks: 213–225 ms without recompute)
-)
-RELAUNCH_SECONDS = 2.6e-3  # its forward once more
+# A block's forward and backward, launched kernel by kernel: 32 blocks took 213–225 ms, 295–310 ms with recomputation.
+LAUNCH_SECONDS = 6.7e-3
+RELAUNCH_SECONDS = 2.6e-3
 ARITHMETIC_SHARE = {"cuda": 0.45, "mps": 0.4, "cpu": 0.6}
 
 

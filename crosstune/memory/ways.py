@@ -91,7 +91,7 @@ def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any], Job]]:
 
 
 def _longest_that_fits(job: Job) -> int | None:
-    """The longest row, in steps of 64 tokens, with which one lane and row, all layers recomputed, fits. None: no need."""
+    """The longest row, in steps of 64, with which one lane and row, all layers recomputed, fits. None: no need."""
     low, high = 0, (job.tokens - 1) // 64  # fits(low) by assumption, fits(high) unknown
     if _fits_at(job, job.tokens):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 from crosstune.data.load import load_rows
-from crosstune.data.questions import few_shot, make_choices, question, read_labels
+from crosstune.data.questions import make_choices, question, read_labels, with_examples
 from crosstune.data.tokens import tokenize
 from crosstune.errors import DataError
 from crosstune.model.attach import LaneSpec, attached, resolve_targets
@@ -189,10 +190,13 @@ def test_last_turn_is_the_question_and_few_shot_goes_before(tiny, cases):
     turns = [{"role": turn.role, "content": turn.content} for turn in row.turns[:-1]]
     assert asked.prompt.tolist() == tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
     assert tokenizer.decode(asked.answer) == row.turns[-1].content
-    shots = few_shot(rows, row, [1], tokenizer, data)
+    variant = replace(rows, rows=(with_examples(row, [rows.rows[1]]),))
+    shown = tokenize(variant, tokenizer, data, cache=None, limit=4096)
     before = [{"role": turn.role, "content": turn.content} for turn in rows.rows[1].turns if turn.role != "system"]
-    turns, before = (turns[:1] + before, turns[1:]) if turns[0]["role"] == "system" else (before, turns)
-    assert shots.tolist() == tokenizer.apply_chat_template([*turns, *before], add_generation_prompt=True)["input_ids"]
+    turns, rest = (turns[:1], turns[1:]) if turns[0]["role"] == "system" else ([], turns)
+    wanted = tokenizer.apply_chat_template([*turns, *before, *rest], add_generation_prompt=True)["input_ids"]
+    assert question(shown, 0).prompt.tolist() == wanted
+    assert shown.targets[0] == tokens.targets[0], "examples are read, not learned"
 
 
 def test_labels_that_make_no_choice_are_refused(reviews):

@@ -1,0 +1,163 @@
+"""Which lanes train next: waves made one at a time from a search, as scores come in and weak trials are given up.
+
+Waves depend on the recipe and on scores alone, never on time or luck, so a continued run walks through its journal to
+the same waves: those that are over are not trained again, and what they reported is told to the search once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from crosstune.metrics import find_metric
+from crosstune.scores import fold_scores
+from crosstune.search import Search, mean_score
+from crosstune.store.run import Run
+from crosstune.sweep import Trial
+from crosstune.train.lane import LaneJob
+from crosstune.train.wave import Event, LaneEvaluated, LaneFinished, LaneRetired, Report
+from crosstune.workers.waves import cut_waves, key
+
+MakeJobs = Callable[[Trial], Sequence[LaneJob]]
+
+
+class Schedule:
+    """Hands out waves, listens to what they report, and tells the search."""
+
+    def __init__(
+        self, run: Run, search: Search, make_jobs: MakeJobs, *, trials: dict[int, Trial], lanes: int,
+        metric: str, report: Report, examine: Callable[[Sequence[LaneJob]], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.run, self.search, self.make_jobs = run, search, make_jobs
+        self.lanes, self.metric, self._report, self._examine = lanes, metric, report, examine
+        self.trials = trials  # filled as the search gives them out
+        self.jobs: dict[int, Sequence[LaneJob]] = {}
+        self._told: set[int] = set()
+        self._ended: set[tuple[int, int | None]] = set()
+        self._evaluations: dict[tuple[int, int | None], list[int]] = {}  # lane → steps reported
+        self._under_way = find_metric(metric).kind == "loss"  # other metrics are known when a lane is over
+
+    def waves(self) -> Iterator[list[LaneJob]]:
+        """The waves in which some lane isn't over; lanes that failed once and are tried again come last."""
+        again = self.run.lanes_again()
+        for wave in self._all_waves():
+            self._replay(wave)
+            over = self.run.lanes_over()
+            if any(key(job) not in over and key(job) not in again for job in wave):
+                yield wave
+            self._end(wave)
+        jobs = [job for trial in self.jobs.values() for job in trial]
+        for wave in cut_waves([job for job in jobs if key(job) in again], self.lanes):
+            if any(key(job) not in self.run.lanes_over() for job in wave):
+                yield wave
+            self._end(wave)
+
+    def report(self, event: Event) -> None:
+        """Take an event of a wave: into the run first, then to the search."""
+        self._report(event)
+        if isinstance(event, LaneEvaluated) and self._under_way:
+            self._hear(key(event.job), event.step, _score_of(self.metric, event.scores), final=False)
+        elif isinstance(event, LaneFinished) and self._under_way:
+            self._hear(key(event.job), event.steps, _score_of(self.metric, event.scores), final=True)
+        elif isinstance(event, LaneRetired):
+            self._hear(key(event.job), event.step, math.nan, final=True)
+
+    def given_up(self, job: LaneJob) -> str:
+        """Why the lane's trial is given up; empty if it isn't."""
+        return self.search.given_up().get(job.trial, "")
+
+    def _all_waves(self) -> Iterator[list[LaneJob]]:
+        if self.search.fold_first:
+            yield from self._fold_by_fold()
+        else:
+            yield from self._trial_by_trial()
+
+    def _trial_by_trial(self) -> Iterator[list[LaneJob]]:
+        waiting: list[LaneJob] = []
+        while True:
+            while len(waiting) < self.lanes and (trial := self._ask()) is not None:
+                waiting += self.jobs[trial.index]
+            waiting = [job for job in waiting if not self.given_up(job)]
+            if not waiting:
+                return
+            wave, waiting = waiting[: self.lanes], waiting[self.lanes :]
+            yield wave
+
+    def _fold_by_fold(self) -> Iterator[list[LaneJob]]:
+        while self._ask() is not None:
+            pass
+        folds = max((len(jobs) for jobs in self.jobs.values()), default=0)
+        for fold in range(folds):
+            # A wave never holds two folds: the rule may give trials up in between.
+            jobs = [jobs[fold] for jobs in self.jobs.values()]
+            yield from cut_waves([job for job in jobs if not self.given_up(job)], self.lanes)
+
+    def _ask(self) -> Trial | None:
+        known = self.run.events("trials")
+        trial = self.search.ask()
+        if trial is None:
+            return None
+        self.trials[trial.index], self.jobs[trial.index] = trial, self.make_jobs(trial)
+        if not known or len(known[-1]["trials"]) < len(self.trials):
+            listed = [{"trial": t.index, "settings": dict(t.settings)} for t in self.trials.values()]
+            self.run.record("trials", trials=listed)
+        return trial
+
+    def _replay(self, wave: Sequence[LaneJob]) -> None:
+        """Tell the search what an earlier sitting reported of these lanes, in the order in which it happened."""
+        if not self._under_way:
+            return
+        lanes = {key(job) for job in wave}
+        for event in self.run.events("lane_evaluated", "lane_finished", "lane_failed"):
+            lane = (event["trial"], event["fold"])
+            if lane in lanes:
+                final = event["event"] != "lane_evaluated"
+                score = event.get(self.metric)
+                step = event["steps"] if event["event"] == "lane_finished" else event["step"]
+                self._hear(lane, step, math.nan if score is None else score, final=final)
+
+    def _hear(self, lane: tuple[int, int | None], step: int, score: float, *, final: bool) -> None:
+        trial, fold = lane
+        steps = self._evaluations.setdefault(lane, [])
+        if fold is None or (final and lane in self._ended) or (not final and step in steps):
+            return
+        if step not in steps:
+            steps.append(step)
+        if final:
+            self._ended.add(lane)
+        self.search.report(trial, fold, steps.index(step) + 1, score, final=final)
+
+    def _end(self, wave: Sequence[LaneJob]) -> None:
+        """A wave is over: examine its lanes, report what only the exam knows, tell trials that are over."""
+        if self._examine is not None:
+            self._examine(wave)
+        scores = fold_scores(self.run)
+        if not self._under_way:
+            for job in wave:
+                if job.fold is not None and key(job) in self.run.lanes_over():
+                    score = scores.get(job.trial, {}).get(self.metric, {}).get(job.fold, math.nan)
+                    self._hear(key(job), 1, score, final=True)
+        self._note_given_up()
+        self.search.budget.spent_tokens = sum(event["tokens"] for event in self.run.events("wave_finished"))
+        over = self.run.lanes_over()
+        for trial, jobs in self.jobs.items():
+            gone = trial in self.search.given_up()
+            if trial not in self._told and (gone or all(key(job) in over for job in jobs)):
+                self._told.add(trial)
+                known = scores.get(trial, {}).get(self.metric, {})
+                whole = not gone and len(known) == len(jobs)
+                self.search.tell(trial, mean_score(known) if whole else None)
+
+    def _note_given_up(self) -> None:
+        noted = {event["trial"] for event in self.run.events("trial_given_up")}
+        for trial, reason in self.search.given_up().items():
+            if trial not in noted:
+                self.run.record("trial_given_up", trial=trial, reason=reason)
+
+
+def _score_of(metric: str, scores: Any) -> float:
+    known: Mapping[str, float] = {
+        "loss": scores.loss, "perplexity": math.exp(min(scores.loss, 700.0)), "token_accuracy": scores.token_accuracy,
+    }  # fmt: skip
+    return known[metric]

@@ -1,0 +1,170 @@
+"""Cross-validation with metrics beyond the loss, sweeps and pruning, on the tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from crosstune.crossval import cross_validate
+from crosstune.errors import CrosstuneError
+from crosstune.metrics.text import exact_match
+from crosstune.progress import Quiet
+from crosstune.result import Result
+from crosstune.scores import fold_scores, right_and_chances
+from crosstune.store.run import Run
+
+WORDS = ("red", "blue", "green")
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory):
+    """30 rows whose answer is one of three words, told by the prompt."""
+    file = tmp_path_factory.mktemp("rows") / "colours.jsonl"
+    things = ("sky", "leaf", "rose", "sea", "grass", "brick")
+    rows = [
+        {"prompt": f"{things[i % 6]} {i}: ", "completion": WORDS[(1, 2, 0)[i % 3]], "colour": WORDS[(1, 2, 0)[i % 3]]}
+        for i in range(30)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def recipe(tiny, rows, out, **more):
+    tree = {
+        "model": str(tiny), "data": str(rows), "output": str(out), "folds": {"k": 3}, "lora": {"rank": 4},
+        "train": {"epochs": 2, "learning_rate": 0.01, "batch_size": 4}, "device": {"kind": "cpu", "precision": "fp32", "lanes": 3},
+    }  # fmt: skip
+    for name, value in more.items():
+        tree[name] = {**tree.get(name, {}), **value}
+    return tree
+
+
+def run(tree):
+    return cross_validate(tree, progress=Quiet())
+
+
+@pytest.fixture(scope="module")
+def examined(tiny, colours, tmp_path_factory):
+    metrics = ["loss", "exact_match", "chrf", "accuracy", "log_loss", "roc_auc"]
+    evaluate = {"metrics": metrics, "labels": "colour", "shots": 2, "max_new_tokens": 8}
+    out = tmp_path_factory.mktemp("run") / "r"
+    return run(recipe(tiny, colours, out, evaluate=evaluate, train={"epochs": 4, "learning_rate": 3e-3}))
+
+
+def test_every_metric_is_there_for_every_fold_pooled_and_for_both_baselines(examined):
+    trial = examined.trials[0]
+    for name in ("loss", "exact_match", "chrf", "accuracy", "log_loss", "roc_auc"):
+        summary = trial["metrics"][name]
+        assert summary["folds"] == 3 and summary["mean"] == pytest.approx(np.mean([f[name] for f in trial["folds"]]))
+        low, high = summary["pooled_interval95"]
+        assert low <= summary["pooled"] <= high or name == "chrf"
+        assert math.isfinite(examined.report["baselines"]["base"][name])
+        assert math.isfinite(examined.report["baselines"]["few-shot"][name])
+    assert examined.report["labels"] == sorted(WORDS)
+    assert np.sum(trial["confusion"]) == 30 and sum(b["rows"] for b in trial["calibration"]) == 30
+    assert trial["metrics"]["loss"]["pooled"] < examined.report["baselines"]["base"]["loss"]
+    assert "never seen" in examined.report["conclusion"]
+
+
+def test_scores_are_those_of_the_kept_answers(examined):
+    place = Run.read(examined.run)
+    for fold in range(3):
+        marks = place.read_lane_rows(0, fold, "answers.parquet")
+        scores = fold_scores(place)[0]
+        assert scores["exact_match"][fold] == np.mean(
+            [exact_match(a, w) for a, w in zip(marks["answer"], marks["wanted"], strict=True)]
+        )
+        right, chances = right_and_chances(marks)
+        assert chances.sum(1) == pytest.approx(np.ones(len(right)))
+        assert scores["accuracy"][fold] == pytest.approx((chances.argmax(1) == right).mean())
+        assert set(marks["wanted"]) <= set(WORDS)
+
+
+def test_reading_gives_the_same_result(examined):
+    again = Result.read(examined.run)
+    assert again.report["trials"] == examined.report["trials"]
+    assert json.loads(json.dumps(again.to_json(), allow_nan=False))["best"] == 0
+
+
+def test_a_sweep_ranks_a_learning_rate_of_zero_last(tiny, colours, tmp_path):
+    sweep = {"train.learning_rate": [0.01, 0.0, 0.003]}
+    result = run(recipe(tiny, colours, tmp_path / "r", sweep=sweep, folds={"k": 5}, device={"lanes": 8}))
+    ranking = result.report["ranking"]
+    assert ranking[-1]["name"] == "learning_rate=0" and ranking[-1]["p_last"] > 0.95
+    assert ranking[-1]["verdict"] == "worse"
+    assert (
+        result.best["settings"]["train.learning_rate"]
+        == result.trials[result.report["best"]]["settings"]["train.learning_rate"]
+    )
+    assert "better than" in result.report["conclusion"]
+
+
+def lane_steps(folder):
+    place = Run.read(folder)
+    finished = sum(event["steps"] for event in place.finished_lanes().values())
+    return finished + sum(event["step"] for event in place.events("lane_given_up"))
+
+
+def test_halving_takes_fewer_lanes_and_finds_the_same_winner(tiny, colours, tmp_path):
+    sweep = {"train.learning_rate": [0.02, 1e-5, 1e-4, 1e-3, 3e-5, 3e-4]}
+    full = run(recipe(tiny, colours, tmp_path / "full", sweep=sweep, folds={"k": 5}, device={"lanes": 6}))
+    pruned = run(
+        recipe(
+            tiny, colours, tmp_path / "pruned", sweep={**sweep, "prune": "halving"}, folds={"k": 5}, device={"lanes": 6}
+        )
+    )
+    assert pruned.report["best"] == full.report["best"]
+    assert lane_steps(tmp_path / "pruned") <= lane_steps(tmp_path / "full") / 2
+    gone = [trial for trial in pruned.trials if trial["given_up"]]
+    assert len(gone) >= 4 and all("worse half" in trial["given_up"] for trial in gone)
+
+
+def test_optunas_rule_ends_lanes_under_way(tiny, colours, tmp_path):
+    pytest.importorskip("optuna")
+    sweep = {"train.learning_rate": [0.02, 0.02, 0.02, 1e-6, 1e-6], "prune": "wilcoxon"}
+    result = run(recipe(tiny, colours, tmp_path / "r", sweep=sweep, folds={"k": 5}, device={"lanes": 5}))
+    place = Run.read(result.run)
+    ended = {(event["trial"], event["fold"]) for event in place.events("lane_given_up")}
+    assert {trial for trial, _ in ended} == {3, 4} and len(ended) == 10
+    assert all(event["step"] < 12 for event in place.events("lane_given_up"))
+    assert place.is_finished and result.report["best"] in (0, 1, 2)
+
+
+def test_tpe_runs_and_a_continued_run_asks_for_the_same_trials(tiny, colours, tmp_path):
+    pytest.importorskip("optuna")
+    sweep = {"train.learning_rate": {"log": [1e-4, 1e-1]}, "kind": "tpe", "trials": 4, "seed": 3}
+    result = run(recipe(tiny, colours, tmp_path / "r", sweep=sweep))
+    assert len(result.trials) == 4 and len({t["settings"]["train.learning_rate"] for t in result.trials}) == 4
+    # Cut the journal after the second trial's lanes, as a killed run would leave it.
+    journal = tmp_path / "r" / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    waves = [i for i, line in enumerate(lines) if '"wave_finished"' in line]
+    journal.write_text("".join(lines[: waves[1] + 1]))
+    again = run(recipe(tiny, colours, tmp_path / "r", sweep=sweep))
+    assert [t["settings"] for t in again.trials] == [t["settings"] for t in result.trials]
+    assert [t["folds"] for t in again.trials] == [t["folds"] for t in result.trials]
+
+
+def test_a_smaller_share_trains_on_fewer_rows(tiny, colours, tmp_path):
+    result = run(recipe(tiny, colours, tmp_path / "r", sweep={"train_share": [0.25, 0.5, 1.0]}, device={"lanes": 9}))
+    events = Run.read(result.run).finished_lanes()
+    assert [events[trial, 0]["train_rows"] for trial in range(3)] == [5, 10, 20]
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"evaluate": {"metrics": ["exact_matsch"]}}, "exact_match"),
+        ({"evaluate": {"metrics": ["accuracy"], "labels": "color"}}, "no column 'color'"),
+        ({"evaluate": {"metrics": ["accuracy"], "labels": ["purple", "pink"]}}, "no row's answer"),
+        ({"sweep": {"lora.rank": [2, 4], "metric": "accuracy"}}, "add it to evaluate.metrics"),
+        ({"sweep": {"lora.rank": [2, 4], "metric": "acuracy"}}, "accuracy"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_written(tiny, colours, tmp_path, more, words):
+    with pytest.raises(CrosstuneError, match=words):
+        run(recipe(tiny, colours, tmp_path / "r", **more))
+    assert not (tmp_path / "r").exists()

@@ -24,6 +24,8 @@ def base(tiny):
 @pytest.mark.parametrize("settings", [{}, {"rslora": True, "targets": ["q_proj", "v_proj"]}], ids=["all-linear", "qv-rslora"])
 def test_the_loss_curve_of_a_lane_is_trls(base, tiny: Path, tmp_path: Path, monkeypatch, settings):
     """Same rows, order and initial adapter, dropout off, fp32, micro-batch 2 × accumulation 2, the last step short."""
+    # before 1.16 TRL's fused head is a Triton kernel wherever Triton is installed, on a CPU too
+    pytest.importorskip("trl", minversion="1.16")
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from trl import SFTConfig, SFTTrainer

@@ -1,6 +1,6 @@
 """Five folds of a Llama-3 shape with random weights through the public API, on a GPU: time, peak bytes, losses.
 
-    python -m bench.gpu_lanes --shape 8b --tokens 128 512 --rows 50
+python -m bench.gpu_lanes --shape 8b --tokens 128 512 --rows 50
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where the time of a training pass goes: milliseconds by pass, then the kernels that take most of it.
 
-    python -m bench.profile_step --shape 8b --cases 5x1x2048 5x4x128     (lanes x rows a lane x tokens)
+python -m bench.profile_step --shape 8b --cases 5x1x2048 5x4x128     (lanes x rows a lane x tokens)
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def run_case(base: object, lanes: int, rows: int, length: int, options: argparse
         if options.top and torch.cuda.is_available():
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 once()
-            print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=options.top, max_name_column_width=70))
+            print(
+                profile.key_averages().table(sort_by="cuda_time_total", row_limit=options.top, max_name_column_width=70)
+            )
 
 
 def _tokens(count: int, length: int) -> Tokens:

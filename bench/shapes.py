@@ -25,7 +25,12 @@ def random_model(shape: str, quantization: str, device: torch.device, *, vocab: 
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        **SHAPES[shape], vocab_size=vocab, rope_theta=500000.0, max_position_embeddings=8192, bos_token_id=360, eos_token_id=368
+        **SHAPES[shape],
+        vocab_size=vocab,
+        rope_theta=500000.0,
+        max_position_embeddings=8192,
+        bos_token_id=360,
+        eos_token_id=368,
     )
     config._attn_implementation = "sdpa"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -41,7 +46,9 @@ def random_model(shape: str, quantization: str, device: torch.device, *, vocab: 
             if not (name == "lm_head" and config.tie_word_embeddings):
                 module.weight = nn.Parameter(_normal(module.weight.shape, dtype, device, draw), requires_grad=False)
         elif name.endswith("norm"):
-            module.weight = nn.Parameter(torch.ones(module.weight.shape, dtype=dtype, device=device), requires_grad=False)
+            module.weight = nn.Parameter(
+                torch.ones(module.weight.shape, dtype=dtype, device=device), requires_grad=False
+            )
         elif name.endswith("rotary_emb"):
             setattr(home, leaf, type(module)(config).to(device))
     model.tie_weights()
@@ -53,7 +60,9 @@ def _normal(shape: torch.Size, dtype: torch.dtype, device: torch.device, draw: t
     return torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02, generator=draw)
 
 
-def _linear(module: nn.Linear, quantization: str, dtype: torch.dtype, device: torch.device, draw: torch.Generator) -> nn.Module:
+def _linear(
+    module: nn.Linear, quantization: str, dtype: torch.dtype, device: torch.device, draw: torch.Generator
+) -> nn.Module:
     weight = _normal(module.weight.shape, dtype, device, draw)
     if quantization == "none":
         module.weight = nn.Parameter(weight, requires_grad=False)
@@ -65,8 +74,15 @@ def _linear(module: nn.Linear, quantization: str, dtype: torch.dtype, device: to
         eight = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=6.0, device="meta")
         eight.weight = bnb.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False).to(device)
         return eight
-    four = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=dtype, compress_statistics=True, quant_type="nf4", device="meta")
-    four.weight = bnb.nn.Params4bit(weight.cpu() if device.type == "cpu" else weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
+    four = bnb.nn.Linear4bit(
+        *sizes, bias=False, compute_dtype=dtype, compress_statistics=True, quant_type="nf4", device="meta"
+    )
+    four.weight = bnb.nn.Params4bit(
+        weight.cpu() if device.type == "cpu" else weight,
+        requires_grad=False,
+        quant_type="nf4",
+        compress_statistics=True,
+    )
     four.weight = four.weight._quantize(device) if device.type == "cuda" else four.weight.to(device)
     four.compute_type_is_set = True
     return four

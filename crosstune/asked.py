@@ -110,7 +110,9 @@ def _tree(recipe: Recipe | str | os.PathLike[str] | Mapping[str, Any] | None) ->
     try:
         tree = parse_yaml(path.read_text(encoding="utf-8"), name=str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the recipe {str(path)!r} can't be read: {error}", "Give the path of a YAML recipe.") from None
+        raise RecipeError(
+            f"the recipe {str(path)!r} can't be read: {error}", "Give the path of a YAML recipe."
+        ) from None
     return dict(tree or {})
 
 

@@ -39,12 +39,17 @@ class Recorder:
 
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
-        if isinstance(event, LaneFinished | LaneRetired | LaneGivenUp) and (event.job.trial, event.job.fold) in self.run.lanes_over():
+        if (
+            isinstance(event, LaneFinished | LaneRetired | LaneGivenUp)
+            and (event.job.trial, event.job.fold) in self.run.lanes_over()
+        ):
             return
         if isinstance(event, LaneEvaluated):
             if (event.job.trial, event.job.fold, event.step) in self._scored:
                 return
-            self.run.record("lane_evaluated", **_lane(event.job), step=event.step, epoch=event.epoch, **_sums(event.scores))
+            self.run.record(
+                "lane_evaluated", **_lane(event.job), step=event.step, epoch=event.epoch, **_sums(event.scores)
+            )
         elif isinstance(event, StepKept):
             self._keep_step(event)
         elif isinstance(event, LaneFinished):

@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crosstune.errors import MissingExtra
+from crosstune.review import compare_runs, epoch_choice, learning_curve, read_review
 from crosstune.scores import baselines, fold_scores, known, limits, metric_summaries, rank_run
 from crosstune.stats import fold_interval
 from crosstune.store.run import Run
 
 if TYPE_CHECKING:
     import pandas
+
+    from crosstune.compare import Ranking
+    from crosstune.stats import EpochChoice, LearningCurve
+    from crosstune.suspects import Suspect
 
 FOLD_FIELDS = ("fold", "loss", "perplexity", "token_accuracy", "base_loss", "rows", "tokens")
 
@@ -81,6 +86,24 @@ class Result:
             for trial in self.trials
             for fold in trial["folds"]
         }
+
+    def compare(self, *others: Result | str | Path, metric: str | None = None) -> Ranking:
+        """The trials (of this run and `others`) ranked, with what may be concluded: `print(result.compare().sentence)`."""
+        name = metric or str(Run.read(self.run).stored_recipe()["sweep"].get("metric", "loss"))
+        folders = [other.run if isinstance(other, Result) else other for other in others]
+        return compare_runs([self.run, *folders], name) if folders else rank_run(Run.read(self.run), name)
+
+    def suspects(self) -> tuple[Suspect, ...]:
+        """Rows that look wrong, worst first, with reasons: what suspects.csv holds."""
+        return read_review(Run.read(self.run))
+
+    def learning_curve(self, metric: str = "loss") -> LearningCurve:
+        """Would more data help? Needs a sweep over `train_share`."""
+        return learning_curve(Run.read(self.run), metric)
+
+    def epoch_choice(self, trial: int | None = None, metric: str = "loss") -> EpochChoice:
+        """The epoch with the best mean held-out score of a trial (the best, unless given), with its plateau."""
+        return epoch_choice(Run.read(self.run), trial, metric)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only: what `--json` prints."""

@@ -49,7 +49,9 @@ def fp32_base(folder: Path) -> Base:
     return load_base(Model(name=str(folder)), None, device=torch.device("cpu"), precision="fp32")
 
 
-def fold_job(base: Base, fold: int, *, k: int = 4, num_rows: int = NUM_ROWS, lora: Any = None, trial: int = 0, **train: Any) -> LaneJob:
+def fold_job(
+    base: Base, fold: int, *, k: int = 4, num_rows: int = NUM_ROWS, lora: Any = None, trial: int = 0, **train: Any
+) -> LaneJob:
     """Fold `fold` of `k`: every k-th row is held out."""
     given = {"rank": 4, "alpha": 8, "dropout": 0.1, **(lora or {})}
     long = {} if "max_steps" in train else {"epochs": 2}
@@ -76,7 +78,9 @@ class Outcome:
     events: list[Event] = field(default_factory=list)
 
     def lane(self, fold: int, trial: int = 0) -> LaneFinished:
-        return next(e for e in self.events if isinstance(e, LaneFinished) and (e.job.trial, e.job.fold) == (trial, fold))
+        return next(
+            e for e in self.events if isinstance(e, LaneFinished) and (e.job.trial, e.job.fold) == (trial, fold)
+        )
 
     @property
     def retired(self) -> list[LaneRetired]:

@@ -99,7 +99,9 @@ def test_a_biased_base_is_unchanged_and_a_peft_config_is_taken(tmp_path):
     base = fp32_base(folder)
     before = base.digest()
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    result = validate(folder, tmp_path / "run", model=base.model, tokenizer=AutoTokenizer.from_pretrained(folder), lora=config)
+    result = validate(
+        folder, tmp_path / "run", model=base.model, tokenizer=AutoTokenizer.from_pretrained(folder), lora=config
+    )
     assert base.digest() == before
     saved = json.loads((next(iter(result.adapters.values())) / "adapter_config.json").read_text())
     assert (saved["r"], saved["lora_alpha"], saved["lora_dropout"]) == (4, 8, 0.1)
@@ -179,7 +181,9 @@ def test_packed_rows_never_see_one_another(tiny):
     base, tokens = fp32_base(tiny), encoded(tiny, CASES / "D10-pack.jsonl")
     assert tokens.lengths.sum() == 134 and tokens.targets.sum() == 27
     lane = Lane.start(one_job(base, 6, packing=True), tokens)
-    tokens_wide = tokens.__class__(**{**{f: getattr(tokens, f) for f in tokens.__dataclass_fields__}, "max_tokens": 256})
+    tokens_wide = tokens.__class__(
+        **{**{f: getattr(tokens, f) for f in tokens.__dataclass_fields__}, "max_tokens": 256}
+    )
     lane = Lane.start(one_job(base, 6, packing=True), tokens_wide)
     assert len(lane.units) == 1
     (batch,) = step_batches([lane], tokens_wide, [1.0], micro_batch=1, multiple=1)
@@ -209,7 +213,9 @@ def test_packed_rows_never_see_one_another(tiny):
 def test_every_row_is_scored_once_and_the_pooled_loss_is_the_token_mean(tiny, tmp_path):
     result = validate(tiny, tmp_path / "run", data=CASES / "E02-ten.jsonl")
     trial = result.trials[0]
-    assert [fold["rows"] for fold in trial["folds"]] == [4, 3, 3] and sum(fold["tokens"] for fold in trial["folds"]) == 83
+    assert [fold["rows"] for fold in trial["folds"]] == [4, 3, 3] and sum(
+        fold["tokens"] for fold in trial["folds"]
+    ) == 83
     frame = result.out_of_fold
     assert sorted(frame["row"]) == list(range(1, 11))
     targets = [3, 4, 13, 5, 8, 8, 10, 10, 10, 12]
@@ -294,7 +300,9 @@ def test_stopping_on_own_rows_keeps_the_held_out_score_honest(tiny, tmp_path):
     result = validate(tiny, tmp_path / "run", data=CHAT24, train=train)
     assert result.trials[0]["optimistic"] is False
     for event in Run.read(result.run).events("lane_finished"):
-        assert event["status"] == "stopped" and event["steps"] == 3 * 3  # the first, then two evaluations without a gain
+        assert (
+            event["status"] == "stopped" and event["steps"] == 3 * 3
+        )  # the first, then two evaluations without a gain
 
 
 # — memory (M01, M02) —
@@ -323,7 +331,9 @@ def test_evaluation_never_holds_the_logits_of_a_batch(tmp_path):
     folder = make_tiny(tmp_path / "wide", vocab=128256)
 
     def measure(rows: int) -> list[float]:
-        out = subprocess.run([sys.executable, "-c", EVALUATE, str(folder), str(rows)], check=True, capture_output=True, text=True)
+        out = subprocess.run(
+            [sys.executable, "-c", EVALUATE, str(folder), str(rows)], check=True, capture_output=True, text=True
+        )
         return [float(part) for part in out.stdout.split()]
 
     few, many = measure(4), measure(32)

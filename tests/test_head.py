@@ -31,10 +31,17 @@ def example(base, lanes=2, rows=6, targets=7):
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, 5, 64, generator=draw, requires_grad=True)
     index = torch.randint(0, rows // lanes * 5, (lanes, targets), generator=draw)
-    return hidden, index, torch.randint(0, 384, (lanes, targets), generator=draw), torch.rand(lanes, targets, generator=draw)
+    return (
+        hidden,
+        index,
+        torch.randint(0, 384, (lanes, targets), generator=draw),
+        torch.rand(lanes, targets, generator=draw),
+    )
 
 
-@pytest.mark.parametrize("config", [{}, {"final_logit_softcapping": 2.0}, {"logit_scale": 0.5}, {"logits_scaling": 4.0}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"final_logit_softcapping": 2.0}, {"logit_scale": 0.5}, {"logits_scaling": 4.0}], ids=str
+)
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_losses_hits_and_gradient_equal_full_logits(base, monkeypatch, config, chunk):
     monkeypatch.setattr(head, "chunk_rows", lambda vocab, kind: chunk)

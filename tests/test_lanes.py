@@ -73,7 +73,9 @@ def test_exactly_the_checkpointed_layers_are_computed_twice(base, layers):
         calls[i] += torch.is_grad_enabled()
 
     # attention, not the MLP: a recomputation stops as soon as it has all that was saved
-    handles = [layer.self_attn.register_forward_hook(lambda *_, i=i: count(i)) for i, layer in enumerate(base.decoder_layers)]
+    handles = [
+        layer.self_attn.register_forward_hook(lambda *_, i=i: count(i)) for i, layer in enumerate(base.decoder_layers)
+    ]
     try:
         run(base, [fold_job(base, 0, max_steps=1)], random_tokens(), PlanOf(4, layers))
     finally:
@@ -155,7 +157,9 @@ def test_memory_is_flat_over_waves_to_the_byte(base):
 
     def live_bytes() -> int:
         gc.collect()
-        tensors = {o.untyped_storage().data_ptr(): o.untyped_storage().nbytes() for o in gc.get_objects() if torch.is_tensor(o)}
+        tensors = {
+            o.untyped_storage().data_ptr(): o.untyped_storage().nbytes() for o in gc.get_objects() if torch.is_tensor(o)
+        }
         return sum(tensors.values())
 
     after = []
@@ -196,7 +200,10 @@ def test_a_non_finite_lane_is_retired_and_the_others_are_bit_equal(base):
 
 def test_a_lanes_seed_depends_on_seed_and_fold_only(base):
     tokens = random_tokens()
-    alone, late = run(base, [fold_job(base, 2)], tokens), run(base, [fold_job(base, 0), fold_job(base, 2, trial=5)], tokens)
+    alone, late = (
+        run(base, [fold_job(base, 2)], tokens),
+        run(base, [fold_job(base, 0), fold_job(base, 2, trial=5)], tokens),
+    )
     np.testing.assert_allclose(alone.lane(2).losses, late.lane(2, trial=5).losses, rtol=1e-5)
     other = run(base, [fold_job(base, 2, seed=12)], tokens).lane(2)
     assert other.losses != alone.lane(2).losses and not same_adapter(other, alone.lane(2))

@@ -48,7 +48,12 @@ def test_output_and_gradients_equal_plain_autograd(rates):
     lanes = [y2[k] + scale[k] * (x2[k] * mask[k]) @ a2[k].T @ b2[k].T for k in range(K)]
     torch.stack(lanes).backward(g)
     torch.testing.assert_close(out, torch.stack(lanes))
-    for mine, plain in ((x.grad, x2.grad), (y.grad, y2.grad), (adapters.grads[0], a2.grad), (adapters.grads[1], b2.grad)):
+    for mine, plain in (
+        (x.grad, x2.grad),
+        (y.grad, y2.grad),
+        (adapters.grads[0], a2.grad),
+        (adapters.grads[1], b2.grad),
+    ):
         torch.testing.assert_close(mine, plain)
 
 
@@ -72,7 +77,14 @@ def test_dropout_masks_are_independent_over_tokens_channels_layers_steps_and_lan
 
     first = mask("layer 0")
     limit = 5 / (400 * 512) ** 0.5
-    for other in (mask("layer 1"), mask("layer 0", step=1), mask("layer 0", seed=9), first.roll(1, 1), first.roll(1, 2), first.roll(1, 0)):
+    for other in (
+        mask("layer 1"),
+        mask("layer 0", step=1),
+        mask("layer 0", seed=9),
+        first.roll(1, 1),
+        first.roll(1, 2),
+        first.roll(1, 0),
+    ):
         assert all(abs((first[k] * other[k]).mean()) < limit for k in range(K))
     # pairs of channels over tokens, and pairs of tokens over channels: no pair correlates more than chance allows
     for m in (first[0], first[0].T):

@@ -32,7 +32,13 @@ def test_each_lane_moves_as_a_torch_adamw_of_its_own_with_clipping(base):
         optimizer = LaneAdamW(slots, [job.train for job in jobs])
         theirs = [torch.nn.Parameter(slots.master_KP[k].clone()) for k in range(3)]
         plain = [
-            torch.optim.AdamW([p], lr=j.train.learning_rate, betas=(j.train.beta1, j.train.beta2), eps=j.train.epsilon, weight_decay=j.train.weight_decay)
+            torch.optim.AdamW(
+                [p],
+                lr=j.train.learning_rate,
+                betas=(j.train.beta1, j.train.beta2),
+                eps=j.train.epsilon,
+                weight_decay=j.train.weight_decay,
+            )
             for p, j in zip(theirs, jobs, strict=True)
         ]
         for step in range(5):
@@ -64,7 +70,12 @@ def test_a_lane_that_must_not_step_stays_bit_for_bit_and_the_others_move_as_ever
                         slots.grad_KP[1, 7] = torch.inf
                     else:
                         active[1] = False
-                before = slots.master_KP.clone(), optimizer.m_KP.clone(), optimizer.v_KP.clone(), optimizer.taken_K.clone()
+                before = (
+                    slots.master_KP.clone(),
+                    optimizer.m_KP.clone(),
+                    optimizer.v_KP.clone(),
+                    optimizer.taken_K.clone(),
+                )
                 optimizer.step(loss, [1e-3] * 3, active)
             after = slots.master_KP.clone(), optimizer.m_KP.clone(), optimizer.v_KP.clone(), optimizer.taken_K.clone()
             return before, after

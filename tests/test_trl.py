@@ -21,7 +21,9 @@ def base(tiny):
     return fp32_base(tiny)
 
 
-@pytest.mark.parametrize("settings", [{}, {"rslora": True, "targets": ["q_proj", "v_proj"]}], ids=["all-linear", "qv-rslora"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"rslora": True, "targets": ["q_proj", "v_proj"]}], ids=["all-linear", "qv-rslora"]
+)
 def test_the_loss_curve_of_a_lane_is_trls(base, tiny: Path, tmp_path: Path, monkeypatch, settings):
     """Same rows, order and initial adapter, dropout off, fp32, micro-batch 2 × accumulation 2, the last step short."""
     # before 1.16 TRL's fused head is a Triton kernel wherever Triton is installed, on a CPU too
@@ -38,15 +40,22 @@ def test_the_loss_curve_of_a_lane_is_trls(base, tiny: Path, tmp_path: Path, monk
 
     with attached(base, [job.spec]) as slots:
         initial = slots.adapter(0)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32), LoraConfig(**peft_config(job.spec)))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32), LoraConfig(**peft_config(job.spec))
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".default." in name:
                 parameter.copy_(initial[name.replace(".default.", ".")])
 
     order = [job.train_rows[i] for i in unit_order(job.seed, 0, len(job.train_rows))]
-    rows = [{"input_ids": tokens.row(row)[0].tolist(), "completion_mask": tokens.row(row)[1].astype(int).tolist()} for row in order]
-    monkeypatch.setattr(SFTTrainer, "_get_train_sampler", lambda self, dataset=None: SequentialSampler(self.train_dataset))
+    rows = [
+        {"input_ids": tokens.row(row)[0].tolist(), "completion_mask": tokens.row(row)[1].astype(int).tolist()}
+        for row in order
+    ]
+    monkeypatch.setattr(
+        SFTTrainer, "_get_train_sampler", lambda self, dataset=None: SequentialSampler(self.train_dataset)
+    )
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.pad_token = "<|finetune_right_pad_id|>"
     config = SFTConfig(
@@ -57,7 +66,9 @@ def test_the_loss_curve_of_a_lane_is_trls(base, tiny: Path, tmp_path: Path, monk
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = SFTTrainer(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+        trainer = SFTTrainer(
+            model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+        )
         trainer.train()
     theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     np.testing.assert_allclose(mine.losses, theirs, rtol=1e-4)
@@ -71,12 +82,24 @@ def test_peft_loads_an_exported_lane_and_gives_its_logits(base, tiny: Path, tmp_
     from crosstune.export.adapter import save_adapter
 
     tokens = random_tokens()
-    jobs = [fold_job(base, 0, lora={"rank": 8}), fold_job(base, 1, lora={"rank": 3, "targets": ["q_proj", "v_proj", "lm_head"], "rslora": True})]
+    jobs = [
+        fold_job(base, 0, lora={"rank": 8}),
+        fold_job(base, 1, lora={"rank": 3, "targets": ["q_proj", "v_proj", "lm_head"], "rslora": True}),
+    ]
     outcome = run(base, jobs, tokens)
     ids = torch.from_numpy(np.stack([tokens.row(row)[0][:8] for row in range(4)]).astype(np.int64))
     for fold, job in enumerate(jobs):
         lane = outcome.lane(fold)
-        save_adapter(tmp_path / str(fold), lane.adapter, job.lora, target_names=job.targets, base_name=str(tiny), tokenizer=None, stop_ids=(368,), card={})
+        save_adapter(
+            tmp_path / str(fold),
+            lane.adapter,
+            job.lora,
+            target_names=job.targets,
+            base_name=str(tiny),
+            tokenizer=None,
+            stop_ids=(368,),
+            card={},
+        )
         with attached(base, [job.spec]) as slots, torch.no_grad():
             slots.load(0, lane.adapter)
             slots.begin_pass(None)
@@ -84,7 +107,9 @@ def test_peft_loads_an_exported_lane_and_gives_its_logits(base, tiny: Path, tmp_
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.simplefilter("ignore", FutureWarning)  # transformers' own, of a property that PEFT still reads
-            model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32), tmp_path / str(fold))
+            model = PeftModel.from_pretrained(
+                AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32), tmp_path / str(fold)
+            )
         with torch.no_grad():
             theirs = model(ids).logits
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)

@@ -38,7 +38,9 @@ class Batch:
 
 def lane_seed(seed: int, fold: int | None) -> int:
     """The seed of a fold's lane: of (seed, fold) alone, so it depends on nothing that ran before or beside."""
-    return int(_mix(np.array([seed & 0xFFFFFFFF], np.uint32) ^ _mix(np.array([0 if fold is None else fold + 1], np.uint32)))[0])
+    return int(
+        _mix(np.array([seed & 0xFFFFFFFF], np.uint32) ^ _mix(np.array([0 if fold is None else fold + 1], np.uint32)))[0]
+    )
 
 
 def unit_order(seed: int, epoch: int, num_units: int) -> NDArray[np.int64]:

@@ -87,7 +87,10 @@ def resolve_targets(base: Base, targets: str | Sequence[str]) -> tuple[str, ...]
         if not hits:
             last = sorted({name.rsplit(".", 1)[-1] for name in names})
             near = difflib.get_close_matches(target.rsplit(".", 1)[-1], last, n=2, cutoff=0.5)
-            missing.append(f"{target!r}" + (f" (did you mean {' or '.join(near)}?)" if near else f" (there are: {', '.join(last)})"))
+            missing.append(
+                f"{target!r}"
+                + (f" (did you mean {' or '.join(near)}?)" if near else f" (there are: {', '.join(last)})")
+            )
     if missing:
         raise ModelError(
             f"target-not-found: no linear layer of {base.name} matches {', '.join(missing)}",
@@ -121,7 +124,9 @@ class Slots:
         self.master_KP = torch.zeros(self.num_lanes, self.size, device=device)
         self.grad_KP = torch.zeros_like(self.master_KP)
         same = base.dtype == torch.float32
-        self.copy_KP = self.master_KP if same else torch.zeros(self.num_lanes, self.size, device=device, dtype=base.dtype)
+        self.copy_KP = (
+            self.master_KP if same else torch.zeros(self.num_lanes, self.size, device=device, dtype=base.dtype)
+        )
         self.now = Pass(torch.tensor([spec.scale for spec in specs], device=device, dtype=base.dtype))
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._checkpointed: list[nn.Module] = []
@@ -141,9 +146,10 @@ class Slots:
             parent_name, _, leaf = site.name.rpartition(".")
             a, b = (nn.Parameter(view) for view in self.views(self.master_KP, site))
             adapters = Adapters(a, b, self.views(self.copy_KP, site), self.views(self.grad_KP, site))
-            layer = LaneLinear(modules[site.name], site.name, self.now, adapters)
-            setattr(modules[parent_name], leaf, layer)
+            adapted = LaneLinear(modules[site.name], site.name, self.now, adapters)
+            setattr(modules[parent_name], leaf, adapted)
             self._replaced.append((modules[parent_name], leaf, modules[site.name]))
+        layer: Any  # transformers sets these attributes on its own layers too
         for layer in self.base.decoder_layers[:checkpointed_layers]:
             # transformers' own layers (modeling_layers.GradientCheckpointingLayer) check these three; the layer alone
             # is put into training mode, not its children, so the base's own dropouts stay off.
@@ -155,6 +161,7 @@ class Slots:
         """Leave the base exactly as it was."""
         for parent, leaf, module in self._replaced:
             setattr(parent, leaf, module)
+        layer: Any
         for layer in self._checkpointed:
             layer.gradient_checkpointing, layer.training = False, False
             del layer._gradient_checkpointing_func

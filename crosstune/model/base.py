@@ -215,7 +215,8 @@ def _refuse_spread(base: Base) -> None:
     devices = {str(parameter.device) for parameter in base.model.parameters()}
     if len(devices) > 1:
         raise ModelError(
-            f"the base lies on {', '.join(sorted(devices))}", "Load it on one device: lanes need the whole base in one place."
+            f"the base lies on {', '.join(sorted(devices))}",
+            "Load it on one device: lanes need the whole base in one place.",
         )
 
 

@@ -30,7 +30,9 @@ def score_lanes(
     return _score(slots.base, slots, tokens, rows_K, tick)
 
 
-def score_base(base: Base, tokens: Tokens, rows: Sequence[int], *, tick: Callable[[int], None] | None = None) -> RowScores:
+def score_base(
+    base: Base, tokens: Tokens, rows: Sequence[int], *, tick: Callable[[int], None] | None = None
+) -> RowScores:
     """Score the untuned base on `rows`."""
     return _score(base, None, tokens, [rows], tick)[0]
 
@@ -63,7 +65,9 @@ def _score(
 
 def _batches(tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str) -> Iterator[Batch]:
     """Batches of all lanes, longest rows first, as many rows a lane as the token budget holds at that length."""
-    queues: list[list[Unit]] = [[(row,) for row in sorted(rows, key=lambda row: -int(tokens.lengths[row]))] for rows in rows_K]
+    queues: list[list[Unit]] = [
+        [(row,) for row in sorted(rows, key=lambda row: -int(tokens.lengths[row]))] for rows in rows_K
+    ]
     place = 0
     while any(place < len(queue) for queue in queues):
         longest = max(int(tokens.lengths[queue[place][0]]) for queue in queues if place < len(queue))

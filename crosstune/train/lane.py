@@ -114,7 +114,9 @@ class Lane:
             kept = max(1, round(job.train.stop.share * len(rows)))
             stop_rows = tuple(sorted(rows[i] for i in order[:kept]))
             rows = tuple(sorted(rows[i] for i in order[kept:]))
-        units = pack_rows(tokens.lengths, rows, tokens.max_tokens) if job.packing else [(row,) for row in rows]
+        units: list[Unit] = [(row,) for row in rows]
+        if job.packing:
+            units = pack_rows(tokens.lengths, rows, tokens.max_tokens)
         epoch = steps_an_epoch(len(units), job.train.batch_size)
         return cls(job, units, stop_rows, job.train.max_steps or math.ceil(job.train.epochs * epoch))
 
@@ -126,7 +128,7 @@ class Lane:
     @property
     def last_step(self) -> int:
         """The step after which the lane ends: `total_steps`, unless the job ends before its schedule does."""
-        return max(1, math.ceil(self.job.ends_at * self.total_steps - 1e-9))
+        return max(1, math.ceil(self.job.ends_at * self.total_steps - 1e-3))  # a share such as 2/3 is rounded
 
     @property
     def is_fed(self) -> bool:

@@ -56,8 +56,10 @@ class DeviceBatch:
         return cls(*(move(getattr(batch, name)) for name in names))  # type: ignore[arg-type]
 
 
-def step_batches(lanes: Sequence[Lane], tokens: Tokens, scales: Sequence[float], *, micro_batch: int, multiple: int) -> list[Batch]:
-    """The passes of the lanes' next step. A target weighs (loss scale) / (targets of the lane's whole effective batch)."""
+def step_batches(
+    lanes: Sequence[Lane], tokens: Tokens, scales: Sequence[float], *, micro_batch: int, multiple: int
+) -> list[Batch]:
+    """The passes of the lanes' next step. A target weighs (loss scale) / (targets of the lane's effective batch)."""
     units_K: list[list[Unit]] = [lane.next_units() for lane in lanes]
     weights = []
     for lane, units, scale in zip(lanes, units_K, scales, strict=True):
@@ -85,7 +87,7 @@ def train_step(slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], batche
 
 
 def run_pass(slots: Slots, batch: DeviceBatch) -> Tensor:
-    """Forward and backward of one pass; gradients are added to `grad_KP`. Returns each lane's weighted loss, fp32 (K,)."""
+    """Forward and backward of one pass, added to `grad_KP`. Returns each lane's weighted loss, fp32 (K,)."""
     slots.begin_pass(batch.key_KS)
     hidden_NTH = slots.base.hidden(batch.ids_NT, batch.position_NT)
     out = head_loss(slots.base, hidden_NTH, batch.index_KS, batch.target_KS, batch.weight_KS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -115,7 +116,13 @@ def run_wave(
     steps, trained = _run(base, jobs, tokens, plan, report, progress, checkpoints or no_checkpoints(), given_up)
     report(
         WaveFinished(
-            tuple(jobs), steps, trained, time.monotonic() - begun, before, live_bytes(base.device), peak_bytes(base.device)
+            tuple(jobs),
+            steps,
+            trained,
+            time.monotonic() - begun,
+            before,
+            live_bytes(base.device),
+            peak_bytes(base.device),
         )
     )
 
@@ -277,10 +284,12 @@ class _Wave:
         seconds = time.monotonic() - self.begun
         adapter = self.slots.adapter(k)
         self.report(
-            LaneFinished(lane.job, lane.status, lane.reason, lane.step, kept, scores, adapter, tuple(lane.losses), seconds)
+            LaneFinished(
+                lane.job, lane.status, lane.reason, lane.step, kept, scores, adapter, tuple(lane.losses), seconds
+            )
         )
 
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, Any]:
         """What the progress line shows after a step."""
         over = [lane.status is Status.FAILED or not lane.losses for lane in self.lanes]
         return {

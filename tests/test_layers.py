@@ -13,18 +13,18 @@ ORDER = """
     data.rows data.lines data.json_file data.table_file data.files data.turns data.shapes data.load
     data.template data.render data.encode data.tokenizer data.token_cache data.token_faults data.tokens data.batches data.questions
     fold_units leaks splits
-    memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.widths memory.ways memory.plan
+    memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.widths memory.ways memory.plan memory.config memory.picture memory.explain
     data.lint.fault data.lint.faults_file data.lint.faults_rows data.lint.faults_tokens data.lint.faults_folds data.lint.faults_settings
     data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.kept data.lint.duplicates data.lint.lengths
     data.lint.balance data.lint.embedding data.lint.base data.lint.settings data.lint.folds data.lint.report data.lint.rowpass
     data.lint.tokenpass data.lint.onepass
-    store.files store.secrets store.journal store.lock store.same store.run scores
+    store.files store.secrets store.journal store.lock store.same store.run scores review
     model.device model.lora model.base model.attach model.head
     train.lane train.optimizer train.step train.evaluate train.generate train.choice train.exam train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave
     workers.waves workers.local workers.examine workers.schedule
     export.folder export.card export.weights export.turns export.serve export.adapter export.saved export.merger
     export.companions export.verify export.quantize export.origin export.merge export.answer export.gguf_tokens export.gguf export.average
-    asked record result report crossval score_table demo_model demo init cli
+    asked record result report crossval score_table doctor demo_model demo init cli
 """.split()  # noqa: SIM905
 NEEDS_TORCH = ("model", "train", "workers", "export", "record")
 PACKAGE = Path(__file__).parent.parent / "crosstune"

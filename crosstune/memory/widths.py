@@ -108,11 +108,10 @@ class Plan:
             count, f"{count} of {layers} layers recomputed"
         )
         over = f" over {self.quantization}" if self.quantization != "none" else ""
+        waves = f"{self.lanes} of {self.job.num_lanes} lanes a wave ({_count(self.waves, 'wave')})"
         width = f"{_count(self.micro_batch, 'row')} a lane and pass x {self.accumulation}"
-        return (
-            f"{self.lanes} of {self.job.num_lanes} lanes a wave ({_count(self.waves, 'wave')}), {width}, {again}, "
-            f"{self.precision}{over}: {bytes_words(self.peak_bytes)} of {bytes_words(self.free_bytes)}, about {seconds_words(self.seconds)}"
-        )
+        size = f"{bytes_words(self.peak_bytes)} of {bytes_words(self.free_bytes)}"
+        return f"{waves}, {width}, {again}, {self.precision}{over}: {size}, about {seconds_words(self.seconds)}"
 
 
 def make_plan(job: Job, lanes: int, micro_batch: int, checkpointed: int) -> Plan:

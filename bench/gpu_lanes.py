@@ -61,7 +61,8 @@ def measure(model: object, tokens: int, options: argparse.Namespace) -> dict[str
         run = Run.read(result.run)
         wave, plan = run.events("wave_finished")[0], run.events("plan")[0]
     return {
-        "shape": options.shape, "tokens": tokens, "lanes": plan["device.lanes"], "micro_batch": plan["device.micro_batch"],
+        "shape": options.shape, "tokens": tokens, "lanes": plan["device.lanes"],
+        "micro_batch": plan["device.micro_batch"],
         "checkpointing": plan["device.checkpointing"], "whole_s": round(whole, 2), "wave_s": round(wave["seconds"], 2),
         "tok_s": round(wave["tokens"] / wave["seconds"]), "steps": wave["steps"],
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,

@@ -1,4 +1,4 @@
-"""Llama-3 shapes with random weights, made and quantised on the GPU layer by layer, so that none is ever whole in 16 bit."""
+"""Llama-3 shapes with random weights, made and quantised on the GPU layer by layer: never whole in 16 bit."""
 
 from __future__ import annotations
 

@@ -80,10 +80,11 @@ def gather(
 def lora_section(config: Any) -> dict[str, Any]:
     """The lora section of a `peft.LoraConfig`. Raises RecipeError naming every option that lanes don't train."""
     given = config.to_dict()
-    plain = {
+    plain: dict[str, tuple[Any, ...]] = {
         "bias": ("none", None), "modules_to_save": (None,), "use_dora": (False, None), "rank_pattern": ({}, None),
         "alpha_pattern": ({}, None), "layers_to_transform": (None,), "trainable_token_indices": (None,),
-        "target_parameters": (None,), "exclude_modules": (None,), "init_lora_weights": (True,), "lora_bias": (False, None),
+        "target_parameters": (None,), "exclude_modules": (None,), "init_lora_weights": (True,),
+        "lora_bias": (False, None),
     }  # fmt: skip
     wrong = [f"{key}={given[key]!r}" for key, fine in plain.items() if key in given and given[key] not in fine]
     if wrong:

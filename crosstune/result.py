@@ -88,7 +88,7 @@ class Result:
         }
 
     def compare(self, *others: Result | str | Path, metric: str | None = None) -> Ranking:
-        """The trials (of this run and `others`) ranked, with what may be concluded: `print(result.compare().sentence)`."""
+        """The trials (of this run and `others`) ranked, and what may be concluded: `result.compare().sentence`."""
         name = metric or str(Run.read(self.run).stored_recipe()["sweep"].get("metric", "loss"))
         folders = [other.run if isinstance(other, Result) else other for other in others]
         return compare_runs([self.run, *folders], name) if folders else rank_run(Run.read(self.run), name)

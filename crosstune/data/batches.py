@@ -155,7 +155,7 @@ def _token_keys(seed: int, step: int, *, row: int, length: int) -> NDArray[np.ui
 
 
 def _mix(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """A bijection of 32-bit numbers that scatters neighbours (triple32's first rounds: nullprogram.com/blog/2018/07/31)."""
+    """A bijection of 32-bit numbers that scatters neighbours (lowbias32: nullprogram.com/blog/2018/07/31)."""
     x = (x + np.uint32(0x9E3779B9)).astype(np.uint32)
     x = ((x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)).astype(np.uint32)
     x = ((x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)).astype(np.uint32)

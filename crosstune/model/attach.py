@@ -201,7 +201,7 @@ class Slots:
             self.now.dropout = Dropout(key_KS, Dropout.thresholds(rates, device), scale_K)
 
     def adapter(self, k: int, flat_KP: Tensor | None = None) -> dict[str, Tensor]:
-        """Lane k's tensors under PEFT's names, on the CPU: `….lora_A.weight` (rank, in), `….lora_B.weight` (out, rank)."""
+        """Lane k's tensors under PEFT's names, on the CPU: `….lora_A.weight` (rank, in), `…B…` (out, rank)."""
         flat_KP = self.master_KP if flat_KP is None else flat_KP
         rank, wanted, tensors = self.specs[k].lora.rank, set(self.specs[k].targets), {}
         for site in self.sites:
@@ -252,7 +252,7 @@ def _lay_out(base: Base, specs: Sequence[LaneSpec], rank: int) -> list[Site]:
 
 
 def _initial_a(spec: LaneSpec, site: Site) -> Tensor:
-    """A's initial values as PEFT draws them (kaiming_uniform_, a=√5: uniform in ±1/√in), from the lane's seed and name."""
+    """A's initial values as PEFT draws them (kaiming_uniform_, a=√5: uniform in ±1/√in), from seed and name."""
     digest = hashlib.blake2b(f"{spec.seed}/{site.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)
     bound = 1 / math.sqrt(site.in_features)

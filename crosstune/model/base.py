@@ -156,7 +156,7 @@ def adopt(model: Any, tokenizer: Any) -> Base:
         )
     device = next(model.parameters()).device
     dtype = next((p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)), torch.float32)
-    base = Base(model, tokenizer, device, dtype, Path(model.config.name_or_path).name or type(model).__name__)
+    base = Base(model, tokenizer, device, dtype, Path(model.config.name_or_path or "").name or type(model).__name__)
     base.freeze()
     _refuse_spread(base)
     return base

@@ -145,7 +145,7 @@ class LaneLinear(nn.Module):
         if self.now.bypass:
             return y
         # All lanes' tokens in equal blocks is what makes one batched product right. A layer that is called with
-        # some of the tokens only (experts of a mixture) would mix lanes: attach.py refuses those by name, this by count.
+        # some of the tokens (experts of a mixture) would mix lanes: attach.py refuses those by name, this by count.
         assert x.shape[0] % self.num_lanes == 0, f"{self.name} was given rows that don't divide among the lanes"
         dropout = None
         if self.now.dropout is not None and torch.is_grad_enabled():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,22 @@ def report(run: str, out: str | None) -> None:
     click.echo(write_report(run, out))
 
 
+@crosstune.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--metric", help="Rank by this metric (default: the sweep's, else the loss).")
+@json_flag
+def compare(runs: tuple[str, ...], metric: str | None, as_json: bool) -> None:
+    """Rank the trials of one run or several, and say what may be concluded."""
+    from crosstune.ranking_table import show_ranking
+    from crosstune.result import Result
+
+    ranking = Result.read(runs[0]).compare(*runs[1:], metric=metric)
+    if as_json:
+        click.echo(json.dumps({"metric": ranking.metric, "sentence": ranking.sentence, "trials": ranking.to_json()}))
+    else:
+        show_ranking(ranking.to_json(), ranking.metric, ranking.sentence, ranking.warnings)
+
+
 def _load_recipe(path: str, changes: Sequence[str], out: str | None) -> Recipe:
     from crosstune.recipe import Recipe
 
@@ -154,6 +171,7 @@ def _cross_validate(read_recipe: Callable[[], Recipe], as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _only_results_on_stdout() -> Iterator[None]:
-    """What other libraries print goes to stderr."""
+    """What other libraries print goes to stderr; bitsandbytes' advice about a CPU kernel, at import, goes nowhere."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,8 @@ def load_base(model: Model, tokenizer: Any, *, device: torch.device, precision: 
 
     place = hub_arguments(model)
     options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": "sdpa", "device_map": {"": device}}
+    if "gguf_file" in place:
+        options |= _dense_gguf()
     if model.quantization != "none":
         options["quantization_config"] = _quantization(model, DTYPES[precision])
     try:
@@ -180,15 +183,25 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
+def _dense_gguf() -> dict[str, Any]:
+    """From 5.24 on, transformers may keep a GGUF's weights packed and unpack them in each product: slow in training."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """transformers' own progress bars off: there is one progress display, ours."""
+    """transformers' own progress bars off: there is one progress display, ours. That for GGUF has no switch."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         if shown:
             logging.enable_progress_bar()

@@ -7,20 +7,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from crosstune.crossval import cross_validate
+    from crosstune.deploy import average, merge
     from crosstune.errors import CrosstuneError
+    from crosstune.export.answer import generate
+    from crosstune.fitting import fit
     from crosstune.recipe import Recipe
     from crosstune.report import write_report
     from crosstune.result import Result
 
 __version__ = "0.1.0"
-__all__ = ["CrosstuneError", "Recipe", "Result", "cross_validate", "write_report"]
+__all__ = [
+    "CrosstuneError",
+    "Recipe",
+    "Result",
+    "average",
+    "cross_validate",
+    "fit",
+    "generate",
+    "merge",
+    "write_report",
+]
 
 # Names are imported when they are first used, so that `import crosstune` and `crosstune --help` load nothing.
 _HOMES = {
     "CrosstuneError": "errors",
     "Recipe": "recipe",
     "Result": "result",
+    "average": "deploy",
     "cross_validate": "crossval",
+    "fit": "fitting",
+    "generate": "export.answer",
+    "merge": "deploy",
     "write_report": "report",
 }
 

@@ -1,0 +1,99 @@
+"""Events of a fit's wave → the run folder: the adapter with its card, a line in the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from crosstune.data.tokens import Tokens
+from crosstune.fitted import Expected
+from crosstune.recipe import Recipe
+from crosstune.store.run import Run
+from crosstune.sweep import Trial
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from crosstune.train.lane import LaneJob, RowScores
+    from crosstune.train.wave import Event, LaneFinished
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRecorder:
+    """Writes what the wave reports. `base_scores` are the untuned base's, of the held-out rows if there are any."""
+
+    run: Run
+    recipe: Recipe
+    trials: Mapping[int, Trial]
+    expected: Mapping[int, Expected]
+    tokens: Tokens
+    tokenizer: PreTrainedTokenizerBase
+    base_files: Mapping[str, str]
+    base_scores: RowScores | None
+
+    def __call__(self, event: Event) -> None:
+        """Take one event, unless it is one that a continued wave tells a second time."""
+        from crosstune.train.wave import LaneFinished, LaneRetired
+
+        if isinstance(event, LaneFinished | LaneRetired) and (event.job.trial, None) in self.run.lanes_over():
+            return
+        if isinstance(event, LaneRetired):
+            self.run.record("lane_failed", trial=event.job.trial, fold=None, reason=event.reason, step=event.step)
+        elif isinstance(event, LaneFinished):
+            self._write(event)
+
+    def _write(self, event: LaneFinished) -> None:
+        from crosstune.export.adapter import save_adapter
+
+        job = event.job
+        facts: dict[str, Any] = {
+            "settings": dict(self.trials[job.trial].settings),
+            "rows": len(job.train_rows),
+            "steps": event.steps,
+            "kept_step": event.kept_step,
+            "epochs": round(job.ends_at * job.train.epochs, 6),
+            "held_out": self._held_out(event),
+            "held_out_rows": self.tokens.numbers[list(job.held_out)].tolist(),
+        }
+        save_adapter(
+            self.run.lane_folder(job.trial, None) / "adapter",
+            event.adapter,
+            job.lora,
+            target_names=job.targets,
+            base_name=self.recipe.model.name,
+            tokenizer=self.tokenizer,
+            stop_ids=self.tokens.stop_ids,
+            card=self._card(job, facts),
+            base_files=self.base_files,
+        )
+        losses = [float(f"{loss:.6g}") for loss in event.losses]
+        self.run.record("lane_finished", trial=job.trial, fold=None, losses=losses, seconds=event.seconds, **facts)
+
+    def _held_out(self, event: LaneFinished) -> dict[str, float] | None:
+        if self.base_scores is None:
+            return None
+        return {
+            "loss": event.scores.loss,
+            "base_loss": self.base_scores.loss,
+            "token_accuracy": event.scores.token_accuracy,
+            "rows": len(event.scores.rows),
+            "tokens": int(event.scores.targets.sum()),
+        }
+
+    def _card(self, job: LaneJob, facts: Mapping[str, Any]) -> dict[str, Any]:
+        card: dict[str, Any] = {
+            "trial": job.trial,
+            "fold": "all rows but those held out" if job.held_out else "all rows",
+            **{name: facts[name] for name in ("rows", "epochs", "steps")},
+            "data": self.recipe.data.path,
+            "quantization": self.recipe.model.quantization,
+            "settings": facts["settings"],
+            "lora": job.lora.model_dump(mode="json"),
+            "train": job.train.model_dump(mode="json"),
+        }
+        if job.trial in self.expected:
+            card["expected on rows never seen"] = self.expected[job.trial].facts()
+        if facts["held_out"] is not None:
+            card["held out"] = facts["held_out"]
+        return card

@@ -1,0 +1,142 @@
+"""From a run to something that answers: what is deployed is what was scored, and it ends its answers by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import crosstune
+from crosstune.data.load import load_rows
+from crosstune.deploy import average, merge, rows_for
+from crosstune.errors import ModelError, RunError
+from crosstune.fitting import fit
+from crosstune.progress import Quiet
+from crosstune.recipe import Data
+from crosstune.store.run import Run
+from crosstune.train.generate import Sampling
+from tests.test_fit import CHAT8, LORA, recipe, run_folds
+from tests.tiny import make_tiny
+
+LEARN_BY_HEART = {
+    "lora": {"rank": 8, "alpha": 16, "targets": "all-linear"},
+    "train": {"max_steps": 150, "batch_size": 8, "learning_rate": 5e-3},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch):
+    monkeypatch.setenv("CROSSTUNE_CACHE", "")
+
+
+def test_a_folds_merge_has_the_loss_that_the_run_recorded(tiny, tmp_path):
+    run_folds(tiny, tmp_path / "run")
+    run = Run.read(tmp_path / "run")
+    for fold in range(3):
+        event = run.finished_lanes()[0, fold]
+        found = merge(run.lane_folder(0, fold) / "adapter", tmp_path / f"merged-{fold}").verification
+        assert found.rows == event["rows"]
+        assert found.loss_adapter == pytest.approx(event["loss"], rel=1e-5)
+        assert found.loss_merged == pytest.approx(event["loss"], rel=1e-5)
+        assert found.loss_base == pytest.approx(event["base_loss"], rel=1e-5)
+
+
+def test_a_fits_merge_is_judged_on_rows_it_held_out_else_on_its_own(tiny, tmp_path):
+    fit(recipe(tiny, tmp_path / "some"), held_out=0.25, progress=Quiet())
+    event = Run.read(tmp_path / "some").finished_lanes()[0, None]
+    report = merge(tmp_path / "some", tmp_path / "merged")
+    assert report.verification.rows == len(event["held_out_rows"]) == 2
+    assert report.verification.loss_adapter == pytest.approx(event["held_out"]["loss"], rel=1e-5)
+    fit(recipe(tiny, tmp_path / "all"), progress=Quiet())
+    assert merge(tmp_path / "all", tmp_path / "merged-all").verification.rows == 8
+    assert len(rows_for(tmp_path / "all/lanes/trial-0/all/adapter", most=3)) == 3
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert "| fold | all rows but those held out |" in card and "loss of base, base + adapter, merged" in card
+
+
+def test_a_run_without_a_fit_and_one_with_two_say_what_to_do(tiny, tmp_path):
+    run_folds(tiny, tmp_path / "run", sweep={"lora.rank": [2, 4]})
+    with pytest.raises(ModelError, match="no fit on all rows") as caught:
+        merge(tmp_path / "run", tmp_path / "merged")
+    assert "crosstune fit" in caught.value.fix
+    fit(tmp_path / "run", trial=0, progress=Quiet())
+    fit(tmp_path / "run", trial=1, progress=Quiet())
+    for trial in (0, 1):
+        report = merge(tmp_path / "run", tmp_path / f"merged-{trial}", trial=trial)
+        assert report.layers == 4
+    with pytest.raises(RunError, match="no fit of trial 5"):
+        merge(tmp_path / "run", tmp_path / "merged", trial=5)
+
+
+def test_the_average_of_a_runs_folds_opens_and_merges(tiny, tmp_path):
+    run_folds(tiny, tmp_path / "run")
+    assert average(tmp_path / "run", tmp_path / "mean").rank == 12
+    assert average(tmp_path / "run", tmp_path / "small", rank=4).lost > 0
+    merge(tmp_path / "small", tmp_path / "merged")
+    with pytest.raises(RunError, match="no trial 3"):
+        average(tmp_path / "run", tmp_path / "other", trial=3)
+
+
+NEW_PROCESS = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+kind, base, folder = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(base if kind == "adapter" else folder)
+if kind == "adapter":
+    from peft import PeftModel
+    from transformers import GenerationConfig
+    model = PeftModel.from_pretrained(model, folder)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+text = tokenizer.apply_chat_template([{"role": "user", "content": "Name one metal."}], tokenize=False, add_generation_prompt=True)
+ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+new = model.generate(**ids, do_sample=False, max_new_tokens=40)[0, ids.input_ids.shape[1]:].tolist()
+print(json.dumps({"ids": new, "text": tokenizer.decode(new, skip_special_tokens=True)}))
+"""
+
+
+def test_t03_a_learned_answer_ends_with_the_templates_token_in_a_new_process(tmp_path):
+    base = make_tiny(tmp_path / "base", "base")  # the tokenizer says 361, the template ends turns with 368
+    one = tmp_path / "one.jsonl"
+    one.write_text(Path(CHAT8).read_text().splitlines()[0] + "\n")
+    adapter = fit(recipe(base, tmp_path / "fit", data=str(one), **LEARN_BY_HEART), progress=Quiet()).adapter
+    merge(tmp_path / "fit", tmp_path / "merged")
+    for kind, folder in (("adapter", adapter), ("merged", tmp_path / "merged")):
+        command = [sys.executable, "-c", NEW_PROCESS, kind, str(base), str(folder)]
+        said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+        assert said["text"] == "zinc" and said["ids"][-1] == 368 and len(said["ids"]) < 40
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [361, 368]
+
+
+def test_a_chat_learned_by_heart_ends_by_itself_on_every_prompt(tiny, tmp_path):
+    fit(recipe(tiny, tmp_path / "fit", **LEARN_BY_HEART), progress=Quiet())
+    merge(tmp_path / "fit", tmp_path / "merged")
+    rows = load_rows(CHAT8, Data(path=CHAT8))
+    sources = ["base", str(tmp_path / "fit"), str(tmp_path / "merged")]
+    answers = list(crosstune.generate(sources, rows, sampling=Sampling(max_new_tokens=40), device="cpu"))
+    want = [row.turns[-1].content for row in rows.rows]
+    for source in sources[1:]:
+        said = [answer for answer in answers if answer.source == source]
+        assert [answer.text for answer in said] == want
+        assert all(answer.stopped for answer in said)
+    assert [answer.text for answer in answers if answer.source == "base"] != want
+
+
+def test_rows_that_were_in_memory_are_not_asked_for(tiny, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_json(CHAT8, lines=True)
+    crosstune.cross_validate(
+        data=frame,
+        model=str(tiny),
+        output=str(tmp_path / "run"),
+        folds={"k": 2},
+        lora=LORA,
+        train={"epochs": 1},
+        progress=Quiet(),
+    )
+    folder = tmp_path / "run/lanes/trial-0/fold-0/adapter"
+    assert rows_for(folder) == [] and len(rows_for(folder, frame)) == 8
+    assert merge(folder, tmp_path / "merged").verification.loss_merged is None

@@ -1,0 +1,164 @@
+"""A fit is the winner's setting on all rows: same trainer, epoch and expectation from the folds, equal bytes each time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import crosstune
+from crosstune.errors import LaneFailed, RecipeError, RunError
+from crosstune.fitting import fit
+from crosstune.progress import Quiet
+from crosstune.stats import fold_interval
+from crosstune.store.run import Run
+from tests.tiny import CASES
+
+CHAT8, CHAT24 = str(CASES / "chat8.jsonl"), str(CASES / "chat24.jsonl")
+LORA = {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch):
+    monkeypatch.setenv("CROSSTUNE_CACHE", "")
+
+
+def run_folds(tiny: Path, out: Path, **sections):
+    given = {"folds": {"k": 3, "seed": 5}, "lora": LORA, "train": {"epochs": 2, "batch_size": 4, "learning_rate": 5e-3}}
+    given |= {"model": str(tiny), "output": str(out), "progress": Quiet()} | sections
+    return crosstune.cross_validate(data=CHAT8, **given)
+
+
+def recipe(tiny: Path, out: Path, **sections) -> dict:
+    given = {"model": str(tiny), "data": CHAT8, "lora": LORA, "output": str(out)}
+    return given | {"train": {"epochs": 2, "batch_size": 4, "learning_rate": 5e-3}} | sections
+
+
+def test_a_runs_fit_has_rows_epoch_and_the_folds_expectation_in_its_card(tiny, tmp_path):
+    result = run_folds(tiny, tmp_path / "run")
+    done = fit(tmp_path / "run", progress=Quiet())
+    one = done.fits[0]
+    assert one.rows == 8 and one.adapter == tmp_path / "run/lanes/trial-0/all/adapter"
+    events = Run.read(tmp_path / "run").events("lane_evaluated")
+    means = {
+        epoch: np.mean([e["loss"] for e in events if e["epoch"] == epoch]) for epoch in {e["epoch"] for e in events}
+    }
+    best = min(means, key=means.get)
+    want = fold_interval(
+        [e["loss"] for e in sorted(events, key=lambda e: e["fold"]) if e["epoch"] == best], test_share=1 / 3
+    )
+    assert one.expected.epoch == best
+    assert one.expected.loss == pytest.approx(want.mean) and one.expected.low == pytest.approx(want.low, rel=1e-2)
+    card = (one.adapter / "README.md").read_text()
+    for said in (f"| loss | {want.mean:.6g} |", "95% interval", "| rows | 8 |", "| epochs | 2 |", "| rank | 4 |"):
+        assert said in card
+    assert Run.read(tmp_path / "run").is_finished
+    again = run_folds(tiny, tmp_path / "run")  # the run is what it was: nothing to do
+    assert again.to_json()["trials"] == result.to_json()["trials"]
+    assert done.to_json()["fits"][0]["expected"]["loss"] == one.expected.loss
+    json.dumps(done.to_json())
+
+
+def test_the_epoch_that_the_folds_found_best_ends_the_fit_on_the_same_schedule(tiny, tmp_path):
+    train = {"epochs": 6, "batch_size": 4, "learning_rate": 0.2}  # so high that the folds get worse
+    run_folds(tiny, tmp_path / "run", train=train)
+    done = fit(tmp_path / "run", progress=Quiet()).fits[0]
+    assert done.expected.epoch < 6 and done.expected.optimistic
+    assert done.steps == done.expected.epoch * 2  # 8 rows, 4 a step
+    whole = fit(recipe(tiny, tmp_path / "whole", train=train), progress=Quiet()).fits[0]  # the same lane to its end
+    losses = [
+        next(e for e in Run.read(folder).events("lane_finished") if e["fold"] is None)["losses"]
+        for folder in (tmp_path / "run", tmp_path / "whole")
+    ]
+    assert whole.steps == 12 and losses[0] == losses[1][: done.steps]
+
+
+def test_a_second_fit_gives_equal_bytes(tiny, tmp_path):
+    run_folds(tiny, tmp_path / "run")
+    folder = fit(tmp_path / "run", progress=Quiet()).adapter
+    first = {file.name: file.read_bytes() for file in folder.iterdir()}
+    stamp = (folder / "adapter_model.safetensors").stat().st_mtime_ns
+    fit(tmp_path / "run", progress=Quiet())
+    assert (folder / "adapter_model.safetensors").stat().st_mtime_ns == stamp, "a finished fit was done again unasked"
+    fit(tmp_path / "run", again=True, progress=Quiet())
+    assert (folder / "adapter_model.safetensors").stat().st_mtime_ns != stamp
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == first
+
+
+def test_the_best_trial_of_a_sweep_is_fitted_unless_another_is_named(tiny, tmp_path):
+    result = run_folds(tiny, tmp_path / "run", sweep={"lora.rank": [2, 4], "lora.alpha": [16]})
+    best = fit(tmp_path / "run", progress=Quiet()).fits[0]
+    assert best.trial == result.best["trial"]
+    other = fit(tmp_path / "run", trial=1 - best.trial, progress=Quiet()).fits[0]
+    for one in (best, other):
+        config = json.loads((one.adapter / "adapter_config.json").read_text())
+        assert config["r"] == [2, 4][one.trial] and config["lora_alpha"] == 16
+    with pytest.raises(RunError, match="no trial 7"):
+        fit(tmp_path / "run", trial=7, progress=Quiet())
+
+
+def test_a_recipe_is_fitted_without_folds_and_scored_on_a_held_out_share(tiny, tmp_path):
+    done = fit(recipe(tiny, tmp_path / "fit", data=CHAT24), held_out=0.25, progress=Quiet()).fits[0]
+    assert done.rows == 18 and done.held_out["rows"] == 6 and done.expected is None
+    assert 0 < done.held_out["loss"] < done.held_out["base_loss"]
+    event = Run.read(tmp_path / "fit").finished_lanes()[0, None]
+    assert len(event["held_out_rows"]) == 6
+    assert "untuned base" in fit(recipe(tiny, tmp_path / "fit", data=CHAT24), held_out=0.25, progress=Quiet()).words()
+
+
+def test_several_seeds_side_by_side_are_those_of_each_alone(tiny, tmp_path):
+    both = fit(recipe(tiny, tmp_path / "both"), seeds=[3, 4], progress=Quiet())
+    assert [one.settings for one in both.fits] == [{"train.seed": 3}, {"train.seed": 4}]
+    for one in both.fits:
+        alone = recipe(tiny, tmp_path / f"seed-{one.trial}")
+        alone["train"] = {**alone["train"], "seed": one.settings["train.seed"]}
+        want = load_file(fit(alone, progress=Quiet()).adapter / "adapter_model.safetensors")
+        got = load_file(one.adapter / "adapter_model.safetensors")
+        assert all(abs(got[key] - want[key]).max() < 1e-5 for key in want)
+
+
+def test_what_cannot_be_fitted_is_refused_before_anything_is_written(tiny, tmp_path):
+    with pytest.raises(RecipeError, match="sweep"):
+        fit(recipe(tiny, tmp_path / "fit", sweep={"lora.rank": [2, 4]}), progress=Quiet())
+    with pytest.raises(RecipeError, match="held_out"):
+        fit(recipe(tiny, tmp_path / "fit"), held_out=1.5, progress=Quiet())
+    assert not (tmp_path / "fit").exists()
+    run_folds(tiny, tmp_path / "run")
+    with pytest.raises(RecipeError, match="takes all rows"):
+        fit(tmp_path / "run", held_out=0.1, progress=Quiet())
+
+
+def test_a_lane_that_goes_non_finite_is_an_error_of_its_own(tiny, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * torch.inf)
+    asked = {"model": model, "tokenizer": AutoTokenizer.from_pretrained(tiny), "progress": Quiet()}
+    with pytest.raises(LaneFailed, match="non-finite") as caught:
+        fit({key: value for key, value in recipe(tiny, tmp_path / "fit").items() if key != "model"}, **asked)
+    assert caught.value.exit_code == 3 and "again" in caught.value.fix
+    assert not (tmp_path / "fit/lanes/trial-0/all/adapter").exists()
+    assert (
+        fit(recipe(tiny, tmp_path / "fit", model=model.config.name_or_path), again=True, progress=Quiet()).fits[0].rows
+        == 8
+    )
+
+
+def test_rows_in_memory_are_passed_again(tiny, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_json(CHAT8, lines=True)
+    crosstune.cross_validate(
+        data=frame,
+        model=str(tiny),
+        output=str(tmp_path / "run"),
+        folds={"k": 2},
+        lora=LORA,
+        train={"epochs": 1},
+        progress=Quiet(),
+    )
+    with pytest.raises(RunError, match="in memory"):
+        fit(tmp_path / "run", progress=Quiet())
+    assert fit(tmp_path / "run", data=frame, progress=Quiet()).fits[0].rows == 8

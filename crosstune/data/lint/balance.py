@@ -20,7 +20,7 @@ FEWEST_ROWS = 20
 RARE_SHARE = 0.1
 LOOKED_AT = 20_000  # rows whose language is told; later ones cost time and change nothing
 FIRST_CHARACTERS = 600
-# The commonest words that the languages don't share with one another.
+# The commonest words; those that two of these languages share are taken out below.
 COMMON_WORDS = {
     "English": "the and of is that it was for with are this have not you they which what",
     "German": "und der die das ist nicht ein eine mit sich auf auch werden wird dem den zu",
@@ -31,7 +31,8 @@ COMMON_WORDS = {
     "Dutch": "het een van dat niet zijn voor met ook maar er aan wordt deze hij wij",
     "Polish": "nie się jest na do że jak dla co przez jego oraz być tym które ale",
 }
-_WORDS = {name: frozenset(words.split()) for name, words in COMMON_WORDS.items()}
+_TIMES = Counter(word for words in COMMON_WORDS.values() for word in words.split())
+_LANGUAGE = {word: name for name, words in COMMON_WORDS.items() for word in words.split() if _TIMES[word] == 1}
 _LETTERS = re.compile(r"[^\W\d_]+")
 
 
@@ -111,8 +112,9 @@ def language_of(text: str) -> str:
         script, letters = scripts.most_common(1)[0]
         if script != "Latin":
             return script if letters >= 5 else ""
-    hits = Counter({name: sum(word in common for word in words) for name, common in _WORDS.items()}).most_common(2)
-    (best, first), (_, second) = hits
+    hits = Counter(_LANGUAGE[word] for word in words if word in _LANGUAGE).most_common(2)
+    best, first = hits[0] if hits else ("", 0)
+    second = hits[1][1] if len(hits) > 1 else 0
     # Three common words of one language, and twice as many as of any other: titles, names and code tell nothing.
     return best if first >= 3 and first >= 2 * second else ""
 

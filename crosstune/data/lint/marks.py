@@ -112,15 +112,14 @@ class Marks:
                 break
 
     def _severity(self, form: Format, row: Row, text: str, found: Sequence[str]) -> Severity:
-        """An error where the row is written in the format; less where it may only speak of it, or no model is named."""
+        """An error where a text begins in the format; less where it may only speak of it, or no model is named."""
         if form.plain:
             # Base models are trained on Alpaca's headers as ordinary text, to good effect. With a chat template at
             # hand, or inside its turns, they are a second template.
             return "warning" if self.has_template or row.shape == "messages" else "note"
-        if not self.known:
-            return "warning"
-        begins = text.lstrip().startswith(tuple(found))
-        return "error" if begins or row.shape == "text" else "warning"
+        if not text.lstrip().startswith(tuple(found)):
+            return "note" if row.shape == "messages" else "warning"
+        return "error" if self.known else "warning"
 
 
 def _named(marks: Sequence[str]) -> str:

@@ -113,41 +113,51 @@ def check_control_character(row: Row, parts: Parts) -> Iterable[Finding]:
             return
 
 
-# Shapes that the issuers document (prefix, alphabet, length); a word like `password=` proves nothing and is left alone.
-SECRETS = {
-    "AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-    "GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_[A-Za-z0-9_]{60,}\b",
-    "GitLab token": r"\bglpat-[A-Za-z0-9_-]{20,}",
-    "Slack token": r"\bxox[abprs]-[A-Za-z0-9-]{20,}",
-    "OpenAI key": r"\bsk-(?:proj-|svcacct-)?[A-Za-z0-9_-]{40,}|\bsk-[A-Za-z0-9]{32,}\b",
-    "Anthropic key": r"\bsk-ant-[A-Za-z0-9_-]{40,}",
-    "Google key": r"\bAIza[0-9A-Za-z_-]{35}\b",
-    "Hugging Face token": r"\bhf_[A-Za-z]{34}\b",
-    "Stripe key": r"\b[sr]k_live_[A-Za-z0-9]{20,}",
-    "npm token": r"\bnpm_[A-Za-z0-9]{36}\b",
-    "PyPI token": r"\bpypi-AgEIcHlwaS[A-Za-z0-9_-]{40,}",
-    "private key": r"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY-----\s+[A-Za-z0-9+/=:,\s-]{40,}",
-    "JSON web token": r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{20,}",
-}
-SECRET = re.compile("|".join(f"(?P<s{i}>{pattern})" for i, pattern in enumerate(SECRETS.values())))
-SECRET_NEEDLES = (
-    "AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "sk-", "AIza", "hf_",
-    "k_live_", "npm_", "pypi-", "PRIVATE KEY", "eyJ",
-)  # fmt: skip
+# Shapes that the issuers document: name, first characters, the rest. A word like `password=` proves nothing and is left
+# alone. Each is looked for by its first characters, which no ordinary word begins with.
+SECRETS = tuple(
+    (kind, start, re.compile(rest))
+    for kind, start, rest in (
+        ("AWS access key", "AKIA", r"[0-9A-Z]{16}\b"),
+        ("AWS access key", "ASIA", r"[0-9A-Z]{16}\b"),
+        *(("GitHub token", f"gh{kind}_", r"[A-Za-z0-9]{36,}\b") for kind in "pousr"),
+        ("GitHub token", "github_pat_", r"[A-Za-z0-9_]{60,}\b"),
+        ("GitLab token", "glpat-", r"[A-Za-z0-9_-]{20,}"),
+        *(("Slack token", f"xox{kind}-", r"[A-Za-z0-9-]{20,}") for kind in "abprs"),
+        ("Anthropic key", "sk-ant-", r"[A-Za-z0-9_-]{40,}"),
+        ("OpenAI key", "sk-proj-", r"[A-Za-z0-9_-]{40,}"),
+        ("OpenAI key", "sk-", r"[A-Za-z0-9]{32,}\b"),
+        ("Google key", "AIza", r"[0-9A-Za-z_-]{35}\b"),
+        ("Hugging Face token", "hf_", r"[A-Za-z]{34}\b"),
+        *(("Stripe key", f"{kind}_live_", r"[A-Za-z0-9]{20,}") for kind in ("sk", "rk")),
+        ("npm token", "npm_", r"[A-Za-z0-9]{36}\b"),
+        ("PyPI token", "pypi-AgEIcHlwaS", r"[A-Za-z0-9_-]{40,}"),
+        *(
+            ("private key", f"-----BEGIN {kind}PRIVATE KEY-----", r"\s+[A-Za-z0-9+/=:,\s-]{40,}")
+            for kind in ("", "RSA ", "EC ", "OPENSSH ", "ENCRYPTED ")
+        ),
+        ("JSON web token", "eyJ", r"[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{20,}"),
+    )
+)
 FILLED_IN = re.compile(r"EXAMPLE|example|your|YOUR|placeholder|redacted|REDACTED")
 
 
 def check_secret(row: Row, parts: Parts) -> Iterable[Finding]:
     """Keys and tokens that a model would learn by heart. Only their first characters are shown."""
     for field, _, text in parts:
-        for match in SECRET.finditer(text):
-            value = match.group()
-            # A documented example, or a row of x's: an issued key has far more than 10 different characters.
-            if FILLED_IN.search(value) or len(set(value)) <= 10:
-                continue
-            kind = list(SECRETS)[int(str(match.lastgroup)[1:])]
-            yield _found("secret", row, field, f"looks like a {kind}: {value[:8]}…")
-            return
+        for kind, start, rest in SECRETS:
+            at = text.find(start)
+            while at >= 0:
+                match = rest.match(text, at + len(start))
+                if match and not text[at - 1 : at].isalnum() and _looks_issued(text[at : match.end()]):
+                    yield _found("secret", row, field, f"looks like a {kind}: {text[at : at + 8]}…")
+                    return
+                at = text.find(start, at + 1)
+
+
+def _looks_issued(value: str) -> bool:
+    """Not a documented example, nor a row of x's: an issued key has far more than 10 different characters."""
+    return not FILLED_IN.search(value) and len(set(value)) > 10
 
 
 # Letters before and after a domain as registered today: any two-letter country, or one of the common longer ends.
@@ -164,7 +174,7 @@ NO_PERSON = re.compile(
 def check_email_address(row: Row, parts: Parts) -> Iterable[Finding]:
     """Addresses of people."""
     for field, _, text in parts:
-        for match in EMAIL.finditer(text):
+        for match in EMAIL.finditer(text) if "@" in text else ():
             if not NO_PERSON.search(match.group()):
                 yield _found("email-address", row, field, f"holds the address {_hidden(match.group())}")
                 return
@@ -198,6 +208,6 @@ TEXT_CHECKS = (
     TextCheck(check_mojibake, pattern=MOJIBAKE),
     TextCheck(check_replacement_character, ("\ufffd",)),
     TextCheck(check_control_character, pattern=CONTROL),
-    TextCheck(check_secret, SECRET_NEEDLES),
+    TextCheck(check_secret, tuple(start for _, start, _ in SECRETS)),
     TextCheck(check_email_address, ("@",)),
 )

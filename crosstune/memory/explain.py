@@ -125,9 +125,10 @@ class Explained:
     def _logits_words(self) -> str:
         plan, vocab = self.plan, self.plan.job.shape.vocab
         chunk = min(plan.pass_tokens, head_chunk(vocab, plan.job.machine.kind))
+        part, whole = bytes_words(4 * chunk * vocab), bytes_words(4 * plan.pass_tokens * vocab)
         return (
-            f"Logits: the head's loss is chunked, {count_words(chunk)} targets at a time "
-            f"({bytes_words(4 * chunk * vocab)} in fp32); whole they would take {bytes_words(4 * plan.pass_tokens * vocab)}."
+            f"Logits: the head's loss is chunked, {count_words(chunk)} targets at a time ({part} in fp32); "
+            f"whole they would take {whole}."
         )
 
 
@@ -139,7 +140,7 @@ def explain(
     lanes: int | None = None,
     lengths: NDArray[np.integer] | Sequence[int] | None = None,
 ) -> Explained:
-    """The plan for `recipe` on `gpu` (a name such as l4), on a device with `memory` (such as 16GiB), or on this computer.
+    """The plan for `recipe` on `gpu` (such as l4), on a device with `memory` (such as 16GiB), or on this computer.
 
     `lanes`: how many adapters are trained in all; default: folds x trials. `lengths`: tokens of each row; default: the
     recipe's data, tokenised. Raises CrosstuneError for mistakes; that nothing fits is an answer, not an error.

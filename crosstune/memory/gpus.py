@@ -74,21 +74,25 @@ GPUS: dict[str, Machine] = {
     "b200": _gpu("NVIDIA B200", 178.35, (10, 0), 2250, 8000),
 }
 ALIASES = {
-    "4090": "rtx-4090", "3090": "rtx-3090", "3060": "rtx-3060", "5090": "rtx-5090", "2080ti": "rtx-2080-ti",
-    "4060ti": "rtx-4060-ti-16", "v100": "v100-16", "a100": "a100-40", "h100-80": "h100", "a10": "a10g",
+    "4060ti": "rtx-4060-ti-16", "v100": "v100-16", "a100": "a100-40", "h10080": "h100", "h10080gb": "h100", "a10": "a10g",
 }  # fmt: skip
 
 
 def find_gpu(name: str) -> Machine:
     """A GPU by its short name, such as `l4`, `4090` or `a100-80`."""
-    key = re.sub(r"[\s_]+", "-", name.strip().lower()).removeprefix("nvidia-").removeprefix("geforce-")
-    key = ALIASES.get(key, ALIASES.get(key.replace("-", ""), key))
-    key = ALIASES.get(key.removeprefix("rtx-"), key)
-    if key not in GPUS:
+    plain = _plain_name(name)
+    plain = _plain_name(ALIASES.get(plain, plain))
+    key = next((key for key in GPUS if _plain_name(key) == plain), None)
+    if key is None:
         raise DeviceError(
             f"the GPU {name!r} is not known", f"Give --memory in its place, or one of: {', '.join(GPUS)}."
         )
     return GPUS[key]
+
+
+def _plain_name(name: str) -> str:
+    """'NVIDIA GeForce RTX 4090' and 'rtx-4090' → '4090'."""
+    return re.sub(r"nvidia|geforce|rtx|[^a-z0-9]", "", name.lower())
 
 
 def parse_bytes(text: str) -> int:

@@ -61,6 +61,10 @@ class Ranking:
     higher_is_better: bool = False
     warnings: tuple[str, ...] = field(default=())
 
+    def to_json(self) -> list[dict[str, object]]:
+        """The same with None for nan, which JSON doesn't have."""
+        return [{name: None if value != value else value for name, value in row.items()} for row in self.to_rows()]
+
     def to_rows(self) -> list[dict[str, object]]:
         """One flat mapping a trial, for tables and files."""
         return [

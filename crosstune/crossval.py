@@ -20,7 +20,7 @@ from crosstune.asked import Asked, gather
 from crosstune.data.load import Rows, load_rows
 from crosstune.data.tokenizer import ready_tokenizer
 from crosstune.data.tokens import Tokens, tokenize
-from crosstune.errors import DeviceError, refuse
+from crosstune.errors import DeviceError, MissingExtra, RecipeError, refuse
 from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.memory.plan import Plan, plan_memory
 from crosstune.memory.shape import ModelShape
@@ -28,6 +28,7 @@ from crosstune.metrics import find_metric
 from crosstune.progress import Progress, choose_progress, stage
 from crosstune.recipe import Recipe
 from crosstune.result import Result, make_report, write_out_of_fold, write_scores
+from crosstune.review import review_rows
 from crosstune.scores import record_pooled
 from crosstune.search import open_search
 from crosstune.splits import Fold, split_rows
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from crosstune.model.device import Place
     from crosstune.train.exam import Exam
     from crosstune.train.lane import LaneJob
+    from crosstune.workers.local import LocalWorkers
+    from crosstune.workers.ray import RayWorkers
 
 WIDTHS = ("device.lanes", "device.micro_batch", "device.checkpointing")
 
@@ -94,16 +97,14 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
     shape = ModelShape.from_config(config)
     tokenizer, tokens = _encode(asked, rows, config, progress)
     exam = _exam(recipe, rows, tokens, tokenizer)
-    place = _choose_place(asked)
-    progress.say(f"device: {place}")
-    plan = _plan_as_before(planned, recipe, shape, tokens, trials, folds, place, progress)
-    progress.say(f"plan: {plan}")
-
-    base = _base(asked, tokenizer, place, progress)
-    try:
+    with _workers(asked, tokenizer, progress, interrupts) as workers:
+        place, free = workers.place()
+        progress.say(f"device: {place}")
+        plan = _plan_as_before(planned, recipe, shape, tokens, trials, folds, place, progress, free)
+        progress.say(f"plan: {plan}")
         for trial in trials:
-            make_jobs(base, trial, folds)  # refuses targets that match no layer before anything is written
-        work = _Work(recipe, rows, folds, tokens, base, plan, exam, progress, interrupts)
+            make_jobs(workers, trial, folds)  # refuses targets that match no layer before anything is written
+        work = _Work(recipe, rows, folds, tokens, tokenizer, workers, plan, exam, progress, interrupts)
         with _open_run(recipe, rows, tokens) as run:
             try:
                 _train(run, work)
@@ -116,8 +117,6 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
             write_scores(run)  # before the run counts as finished: a crash between the two does it again
             run.record("run_finished", failed=len(run.failed_lanes()))
             return Result(run.folder, make_report(run))
-    finally:
-        base.release()
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,8 @@ class _Work:
     rows: Rows
     folds: Sequence[Fold]
     tokens: Tokens
-    base: Base
+    tokenizer: Any
+    workers: LocalWorkers | RayWorkers
     plan: Plan
     exam: Exam | None
     progress: Progress
@@ -144,7 +144,6 @@ def _train(run: Run, work: _Work) -> None:
     """Everything between an opened run and its last lane."""
     from crosstune.record import Recorder
     from crosstune.train.checkpoint import Checkpoints
-    from crosstune.workers.local import run_waves
     from crosstune.workers.schedule import Schedule
 
     recipe, plan, progress = work.recipe, work.plan, work.progress
@@ -156,22 +155,24 @@ def _train(run: Run, work: _Work) -> None:
     run.write_folds(fold_table_columns(work.tokens, work.folds))
     _write_groups(run, work.rows, recipe.folds.group)
     run.record("plan", **plan.settings, peak_bytes=plan.peak_bytes, waves=plan.waves, allowed=list(recipe.lint.allow))
-    base_scores = _score_base(run, work.base, work.tokens, work.held_out, progress)
+    base_scores = _score_base(run, work.workers, work.tokens, work.held_out, progress)
     examine = _examine_base(run, work)
     trials: dict[int, Trial] = {}
-    recorder = Recorder(run, recipe, trials, work.tokens, work.base, base_scores)
+    recorder = Recorder(run, recipe, trials, work.tokens, work.tokenizer, base_scores)
     metric = str(recipe.sweep.get("metric", "loss"))
     search = open_search(recipe, folds=len(work.folds), higher_is_better=find_metric(metric).higher_is_better)
     schedule = Schedule(
-        run, search, lambda trial: make_jobs(work.base, trial, work.folds),
+        run, search, lambda trial: make_jobs(work.workers, trial, work.folds),
         trials=trials, lanes=plan.lanes, metric=metric, report=recorder, examine=examine,
     )  # fmt: skip
-    run_waves(
-        work.base, schedule.waves(), work.tokens, plan,
-        report=schedule.report, progress=progress, checkpoints=checkpoints, given_up=schedule.given_up,
+    work.workers.run_waves(
+        schedule.waves(), work.tokens, plan, report=schedule.report, checkpoints=checkpoints,
+        **({"given_up": schedule.given_up} if search.waits else {}),
     )  # fmt: skip
+    schedule.catch_up()
     write_out_of_fold(run)
     record_pooled(run)
+    review_rows(run, work.rows, say=progress.say)
 
 
 def _examine_base(run: Run, work: _Work) -> Callable[[Sequence[LaneJob]], None] | None:
@@ -179,7 +180,7 @@ def _examine_base(run: Run, work: _Work) -> Callable[[Sequence[LaneJob]], None] 
     from crosstune.train.exam import few_shot_exam, few_shot_rows
     from crosstune.workers.examine import Examiner, score_few_shot
 
-    examiner = None if work.exam is None else Examiner(run, work.base, work.tokens, work.exam, work.progress)
+    examiner = None if work.exam is None else Examiner(run, work.workers, work.tokens, work.exam, work.progress)
     if examiner is not None:
         if work.exam is not None and work.exam.choices is not None and not run.events("labels"):
             run.record("labels", labels=list(work.exam.choices.names))
@@ -187,10 +188,10 @@ def _examine_base(run: Run, work: _Work) -> Callable[[Sequence[LaneJob]], None] 
     evaluate = work.recipe.evaluate
     if evaluate.shots:
         shown = few_shot_rows(
-            work.rows, work.tokens, work.folds, work.base.tokenizer, work.recipe.data,
+            work.rows, work.tokens, work.folds, work.tokenizer, work.recipe.data,
             shots=evaluate.shots, seed=evaluate.seed,
         )  # fmt: skip
-        score_few_shot(run, work.base, shown, work.held_out.tolist(), work.progress)
+        score_few_shot(run, work.workers, shown, work.held_out.tolist(), work.progress)
         if examiner is not None and work.exam is not None:
             examiner.examine_base("few-shot", work.held_out.tolist(), few_shot_exam(work.exam, shown))
     return None if examiner is None else examiner.examine
@@ -301,6 +302,7 @@ def _plan_as_before(
     folds: Sequence[Fold],
     place: Place,
     progress: Progress,
+    free: int,
 ) -> Plan:
     """The plan with which the run began, if it still fits: other widths give the same results to rounding only."""
     if planned:
@@ -308,14 +310,20 @@ def _plan_as_before(
         kept = {name: value for name, value in before.items() if getattr(recipe.device, name) == "auto"}
         device = recipe.device.model_copy(update=kept)
         try:
-            return _plan(recipe.model_copy(update={"device": device}), shape, tokens, trials, folds, place)
+            return _plan(recipe.model_copy(update={"device": device}), shape, tokens, trials, folds, place, free)
         except DeviceError as error:
             progress.say(f"the plan with which this run began no longer fits: {error.problem}")
-    return _plan(recipe, shape, tokens, trials, folds, place)
+    return _plan(recipe, shape, tokens, trials, folds, place, free)
 
 
 def _plan(
-    recipe: Recipe, shape: ModelShape, tokens: Tokens, trials: Sequence[Trial], folds: Sequence[Fold], place: Place
+    recipe: Recipe,
+    shape: ModelShape,
+    tokens: Tokens,
+    trials: Sequence[Trial],
+    folds: Sequence[Fold],
+    place: Place,
+    free: int | None = None,
 ) -> Plan:
     from crosstune.model.device import free_bytes
 
@@ -326,11 +334,34 @@ def _plan(
         lengths=lengths,
         num_lanes=len(trials) * len(folds),
         ranks=[trial.recipe.lora.rank for trial in trials],
-        free_bytes=free_bytes(place.device),
+        free_bytes=free_bytes(place.device) if free is None else free,
         device_kind=place.device.type,
         precision=place.precision.value,
         machine=place.machine,
     )
+
+
+def _workers(
+    asked: Asked, tokenizer: Any, progress: Progress, interrupts: Interrupts
+) -> LocalWorkers | RayWorkers:
+    """Who trains: this process, or the workers of a Ray cluster."""
+    if asked.recipe.device.ray is None:
+        from crosstune.workers.local import LocalWorkers
+
+        return LocalWorkers(_choose_place(asked), lambda place: _base(asked, tokenizer, place, progress), progress)
+    if asked.model is not None:
+        raise RecipeError(
+            "device.ray is set, and a model in memory was passed", "Save the model to a folder and pass its name."
+        )
+    try:
+        from crosstune.workers.ray import RayWorkers
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise MissingExtra("ray", "ray") from None
+    import torch
+
+    return RayWorkers(asked.recipe, tokenizer, progress, interrupts, threads=torch.get_num_threads())
 
 
 def _base(asked: Asked, tokenizer: Any, place: Place, progress: Progress) -> Base:
@@ -345,13 +376,13 @@ def _base(asked: Asked, tokenizer: Any, place: Place, progress: Progress) -> Bas
         progress.stop()
 
 
-def make_jobs(base: Base, trial: Trial, folds: Sequence[Fold]) -> list[LaneJob]:
+def make_jobs(workers: LocalWorkers | RayWorkers, trial: Trial, folds: Sequence[Fold]) -> list[LaneJob]:
     """The trial's lanes, one a fold. Refuses targets that match no layer."""
     from crosstune.model.attach import resolve_targets
     from crosstune.train.lane import LaneJob
 
     recipe = trial.recipe
-    targets = resolve_targets(base, recipe.lora.targets)
+    targets = workers.apply(resolve_targets, recipe.lora.targets)
     return [
         LaneJob(
             trial.index, fold.index, recipe.lora, recipe.train, recipe.evaluate,
@@ -362,7 +393,7 @@ def make_jobs(base: Base, trial: Trial, folds: Sequence[Fold]) -> list[LaneJob]:
     ]  # fmt: skip
 
 
-def _score_base(run: Run, base: Base, tokens: Tokens, held_out: Any, progress: Progress) -> Any:
+def _score_base(run: Run, workers: LocalWorkers | RayWorkers, tokens: Tokens, held_out: Any, progress: Progress) -> Any:
     from crosstune.record import read_base_scores, write_base_scores
     from crosstune.train.evaluate import score_base
 
@@ -370,7 +401,7 @@ def _score_base(run: Run, base: Base, tokens: Tokens, held_out: Any, progress: P
     if stored is not None:
         return stored
     progress.start("evaluate the untuned base", len(held_out))
-    scores = score_base(base, tokens, held_out, tick=progress.advance)
+    scores = workers.apply(score_base, tokens, held_out, tick=progress.advance)
     progress.stop()
     write_base_scores(run, tokens, scores)
     return scores

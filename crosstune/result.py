@@ -150,14 +150,10 @@ def make_report(run: Run) -> dict[str, Any]:
         "finished": run.is_finished,
         "best": ranking.places[0].trial if ranking else None,
         "conclusion": ranking.sentence if ranking else "no fold finished",
-        "ranking": [_plain(row) for row in ranking.to_rows()] if ranking else [],
+        "ranking": ranking.to_json() if ranking else [],
         "baselines": baselines(run),
         "labels": next((event["labels"] for event in run.events("labels")), None),
     }
-
-
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: known(value) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def _examined(fold: int, scores: Mapping[str, Mapping[int, float]]) -> dict[str, float | None]:

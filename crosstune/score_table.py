@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crosstune.units import bytes_words, seconds_words
@@ -17,6 +17,11 @@ def show_scores(report: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     for trial in report["trials"]:
         console.print(score_table(trial))
+    if len(report["trials"]) > 1 or report["baselines"].get("few-shot"):
+        console.print(report["conclusion"], markup=False, soft_wrap=True)
+    for name, scores in report["baselines"].items():
+        words = ", ".join(f"{metric} {number(value)}" for metric, value in scores.items())
+        console.print(f"untuned, {name}: {words}", markup=False, soft_wrap=True)
     for lane in report["failed"]:
         console.print("failed: " + ", ".join(f"{key} {value}" for key, value in lane.items()), markup=False)
     peak = f" · peak {bytes_words(report['peak_bytes'])}" if report["peak_bytes"] else ""
@@ -33,16 +38,26 @@ def score_table(trial: Mapping[str, Any]) -> Any:
     table.title_justify = "left"
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
+    more = [name for name in trial["metrics"] if name not in ("loss", "perplexity", "token_accuracy")]
+    for name in more:
+        table.add_column(name, justify="right", no_wrap=True)
     for fold in trial["folds"]:
         table.add_row(
             str(fold["fold"]), str(fold["rows"]), str(fold["tokens"]), number(fold["base_loss"]),
             number(fold["loss"]), number(fold["perplexity"], 2), number(fold["token_accuracy"]),
+            *(number(fold.get(name)) for name in more),
         )  # fmt: skip
     table.add_section()
-    table.add_row("mean", "", "", "", number(trial["mean"]))
-    low, high = trial["interval95"] or (None, None)
-    table.add_row("95%", "", "", "", f"{number(low)}–{number(high)}")
+    means = [number(trial["metrics"][name]["mean"]) for name in more]
+    table.add_row("mean", "", "", "", number(trial["mean"]), "", "", *means)
+    intervals = [_interval(trial["metrics"][name]["interval95"]) for name in more]
+    table.add_row("95%", "", "", "", _interval(trial["interval95"]), "", "", *intervals)
     return table
+
+
+def _interval(limits: Sequence[float] | None) -> str:
+    low, high = limits or (None, None)
+    return f"{number(low)}–{number(high)}"
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -161,6 +161,18 @@ def write_suspects(path: Path, suspects: Sequence[Suspect]) -> None:
     write_text(path, out.getvalue())
 
 
+def read_suspects(path: Path) -> tuple[Suspect, ...]:
+    """What `write_suspects` wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return tuple(
+            Suspect(
+                int(line["row"]), float(line["score"]), tuple(line["reasons"].split("; ")),
+                tuple(line["kinds"].split()), line["suggestion"],
+            )
+            for line in csv.DictReader(file)
+        )  # fmt: skip
+
+
 def read_row_numbers(path: str | os.PathLike[str]) -> frozenset[int]:
     """The row numbers of a CSV file with a column `row`, as `suspects.csv` is one."""
     try:

@@ -51,8 +51,9 @@ def report(**more):
         "rows": 8,
         "tokens": 80,
     }
-    trial = {"trial": 0, "settings": {}, "folds": [fold], "mean": 1.5, "interval95": None}
-    return {"run": "runs/x", "trials": [trial], "failed": [], "seconds": 3.0, "peak_bytes": 2**30, **more}
+    trial = {"trial": 0, "settings": {}, "folds": [fold], "mean": 1.5, "interval95": None, "metrics": {}}
+    whole = {"run": "runs/x", "trials": [trial], "failed": [], "seconds": 3.0, "peak_bytes": 2**30}
+    return {**whole, "conclusion": "", "baselines": {"base": {"loss": 2.0}}, **more}
 
 
 def test_help_is_instant_and_lists_the_verbs():

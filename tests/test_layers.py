@@ -21,7 +21,7 @@ ORDER = """
     store.files store.secrets store.journal store.lock store.same store.run scores review
     model.device model.lora model.base model.attach model.head
     train.lane train.optimizer train.step train.evaluate train.generate train.choice train.exam train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave
-    workers.waves workers.local workers.examine workers.schedule
+    workers.waves workers.local workers.worker workers.ray workers.examine workers.schedule
     export.folder export.card export.weights export.turns export.serve export.adapter export.saved export.merger
     export.companions export.verify export.quantize export.origin export.merge export.answer export.gguf_tokens export.gguf export.average
     asked record result report crossval fitted fit_record fitting deploy score_table ranking_table doctor demo_model demo init cli

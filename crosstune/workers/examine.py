@@ -5,12 +5,13 @@ Apart from training, so that a run that was interrupted, or spread over machines
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file
+from torch import Tensor
 
 from crosstune.data.tokens import Tokens
 from crosstune.model.attach import attached
@@ -30,26 +31,23 @@ class Examiner:
     """The exam of a run, and who has taken it."""
 
     run: Run
-    base: Base
+    workers: Any  # LocalWorkers or RayWorkers
     tokens: Tokens
     exam: Exam
     progress: Progress
 
     def examine(self, jobs: Sequence[LaneJob]) -> None:
         """Let the lanes of `jobs` take the exam together, those that are finished and haven't."""
+        # A lane that was tried again after it failed has one line; a lane is examined once.
         done = {(event["trial"], event["fold"]) for event in self.run.events("lane_examined")}
         finished = self.run.finished_lanes()
         jobs = [job for job in jobs if (job.trial, job.fold) in finished and (job.trial, job.fold) not in done]
         if not jobs:
             return
-        with attached(self.base, [job.spec for job in jobs]) as slots:
-            for k, job in enumerate(jobs):
-                folder = self.run.lane_folder(job.trial, job.fold) / "adapter"
-                slots.load(k, load_file(folder / "adapter_model.safetensors"))
-            begin(slots)
-            rows_K = [job.held_out for job in jobs]
-            with stage(self.progress, "answer held-out rows", sum(map(len, rows_K))):
-                marks_K = self.exam.take(self.base, rows_K, tick=self.progress.advance)
+        folders = [self.run.lane_folder(job.trial, job.fold) / "adapter" for job in jobs]
+        adapters = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+        with stage(self.progress, "answer held-out rows", sum(len(job.held_out) for job in jobs)):
+            marks_K = self.workers.apply(examine_adapters, self.exam, jobs, adapters, tick=self.progress.advance)
         for job, marks in zip(jobs, marks_K, strict=True):
             self.run.write_lane_rows(job.trial, job.fold, self._columns(marks), ANSWERS)
             self.run.record("lane_examined", trial=job.trial, fold=job.fold, scores=self.exam.scores(marks))
@@ -60,7 +58,7 @@ class Examiner:
             return
         exam = exam or self.exam
         with stage(self.progress, f"answer held-out rows: {name}", len(held_out)):
-            marks = exam.take(self.base, [held_out], tick=self.progress.advance)[0]
+            marks = self.workers.apply(take_exam, exam, [held_out], tick=self.progress.advance)[0]
         self.run.write_table(f"answers-{name}.parquet", self._columns(marks))
         self.run.record("base_examined", name=name, scores=exam.scores(marks))
 
@@ -68,12 +66,35 @@ class Examiner:
         return self.exam.columns(marks, self.tokens.numbers)
 
 
-def score_few_shot(run: Run, base: Base, shown: Tokens, held_out: Sequence[int], progress: Progress) -> None:
+def take_exam(
+    base: Base, exam: Exam, rows_K: Sequence[Sequence[int]], *, tick: Callable[[int], None] | None = None
+) -> list[Marks]:
+    """Whatever is in the base's slots takes the exam."""
+    return exam.take(base, rows_K, tick=tick)
+
+
+def examine_adapters(
+    base: Base,
+    exam: Exam,
+    jobs: Sequence[LaneJob],
+    adapters: Sequence[Mapping[str, Tensor]],
+    *,
+    tick: Callable[[int], None] | None = None,
+) -> list[Marks]:
+    """These lanes' adapters, put into slots, take the exam together on their held-out rows."""
+    with attached(base, [job.spec for job in jobs]) as slots:
+        for k, adapter in enumerate(adapters):
+            slots.load(k, adapter)
+        begin(slots)
+        return exam.take(base, [job.held_out for job in jobs], tick=tick)
+
+
+def score_few_shot(run: Run, workers: Any, shown: Tokens, held_out: Sequence[int], progress: Progress) -> None:
     """The base's loss on held-out rows that follow examples: `shown` holds the rows with them."""
     if run.events("few_shot_scored"):
         return
     with stage(progress, "evaluate the base with examples", len(held_out)):
-        scores = score_base(base, shown, held_out, tick=progress.advance)
+        scores = workers.apply(score_base, shown, held_out, tick=progress.advance)
     columns = {"row": shown.numbers[scores.rows], "nll": scores.nll, "tokens": scores.targets, "hits": scores.hits}
     run.write_table("few-shot.parquet", columns)
     accuracy = float(scores.hits.sum() / max(1, scores.targets.sum()))

@@ -33,6 +33,7 @@ class Schedule:
         self.lanes, self.metric, self._report, self._examine = lanes, metric, report, examine
         self.trials = trials  # filled as the search gives them out
         self.jobs: dict[int, Sequence[LaneJob]] = {}
+        self._given: list[LaneJob] = []  # handed out so far; those that are over are examined and told
         self._told: set[int] = set()
         self._ended: set[tuple[int, int | None]] = set()
         self._evaluations: dict[tuple[int, int | None], list[int]] = {}  # lane → steps reported
@@ -44,14 +45,15 @@ class Schedule:
         for wave in self._all_waves():
             self._replay(wave)
             over = self.run.lanes_over()
+            self._given += wave
             if any(key(job) not in over and key(job) not in again for job in wave):
                 yield wave
-            self._end(wave)
+            self.catch_up()
         jobs = [job for trial in self.jobs.values() for job in trial]
         for wave in cut_waves([job for job in jobs if key(job) in again], self.lanes):
             if any(key(job) not in self.run.lanes_over() for job in wave):
                 yield wave
-            self._end(wave)
+            self.catch_up()
 
     def report(self, event: Event) -> None:
         """Take an event of a wave: into the run first, then to the search."""
@@ -128,19 +130,23 @@ class Schedule:
             self._ended.add(lane)
         self.search.report(trial, fold, steps.index(step) + 1, score, final=final)
 
-    def _end(self, wave: Sequence[LaneJob]) -> None:
-        """A wave is over: examine its lanes, report what only the exam knows, tell trials that are over."""
+    def catch_up(self) -> None:
+        """Examine lanes that are over, report what only the exam knows, tell trials that are over.
+
+        Done between waves, and once more at the end: where waves run side by side, some end after the last was asked.
+        """
+        over = self.run.lanes_over()
         if self._examine is not None:
-            self._examine(wave)
+            for group in cut_waves([job for job in self._given if key(job) in over], self.lanes):
+                self._examine(group)
         scores = fold_scores(self.run)
         if not self._under_way:
-            for job in wave:
-                if job.fold is not None and key(job) in self.run.lanes_over():
+            for job in self._given:
+                if job.fold is not None and key(job) in over:
                     score = scores.get(job.trial, {}).get(self.metric, {}).get(job.fold, math.nan)
                     self._hear(key(job), 1, score, final=True)
         self._note_given_up()
         self.search.budget.spent_tokens = sum(event["tokens"] for event in self.run.events("wave_finished"))
-        over = self.run.lanes_over()
         for trial, jobs in self.jobs.items():
             gone = trial in self.search.given_up()
             if trial not in self._told and (gone or all(key(job) in over for job in jobs)):

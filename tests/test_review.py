@@ -1,0 +1,137 @@
+"""What a finished run says: suspects, learning curve, epochs, comparison of runs. Run folders are made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from crosstune.cli import main
+from crosstune.data.load import load_rows
+from crosstune.errors import RunError
+from crosstune.recipe import Data, Recipe
+from crosstune.result import Result
+from crosstune.review import compare_runs, epoch_choice, learning_curve, review_rows, say_learning_curve
+from crosstune.scores import record_pooled
+from crosstune.store.run import Run
+from crosstune.suspects import read_row_numbers
+
+ROWS, FOLDS = 60, 5
+
+
+def made_rows(tmp_path):
+    """60 questions; 3 and 4 ask the same and answer otherwise."""
+    rows = [{"prompt": f"What is {n} times {n}?", "completion": f"It is {n * n}."} for n in range(1, ROWS + 1)]
+    rows[3] = {"prompt": "what is 3  times 3 ?", "completion": "I would rather not say"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_rows(file, Data(path=str(file)))
+
+
+def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48, finish=True, **more):
+    """A run whose lane (trial, fold) has these held-out losses: losses[trial, fold]."""
+    recipe = Recipe.build({"model": "m", "data": rows.name, "output": str(folder), **more})
+    numbers = [row.number for row in rows.rows]
+    rng = np.random.default_rng(0)
+    with Run.open(folder, recipe=recipe, data_hashes=rows.hashes, rows=numbers) as run:
+        fold_of = np.arange(ROWS) % FOLDS
+        run.write_folds({"row": numbers, "fold": fold_of})
+        listed = settings or [{"lora.rank": 8 * (t + 1)} for t in range(len(losses))]
+        run.record("trials", trials=[{"trial": t, "settings": s} for t, s in enumerate(listed)])
+        for trial in range(len(losses)):
+            for fold in range(FOLDS):
+                held = [n for n, f in zip(numbers, fold_of, strict=True) if f == fold]
+                tokens = np.full(len(held), 10)
+                nll = 10 * losses[trial][fold] + rng.normal(0, 0.5, len(held))
+                nll[[n == 4 for n in held]] += 60
+                run.write_lane_rows(trial, fold, {
+                    "row": np.array(held), "tokens": tokens, "nll": nll, "hits": tokens // 2, "base_nll": nll + 5, "base_hits": tokens // 4,
+                })  # fmt: skip
+                for epoch, loss in enumerate(curves[trial][fold] if curves is not None else [], start=1):
+                    run.record("lane_evaluated", trial=trial, fold=fold, step=epoch, epoch=float(epoch), loss=loss)
+                size = train_rows[trial] if isinstance(train_rows, list) else train_rows
+                run.record(
+                    "lane_finished", trial=trial, fold=fold, loss=float(losses[trial][fold]), perplexity=math.exp(losses[trial][fold]),
+                    token_accuracy=0.5, nll=float(nll.sum()), rows=len(held), tokens=int(tokens.sum()), base_loss=3.0,
+                    train_rows=size, optimistic=False, steps=10, step=10, losses=[],
+                )  # fmt: skip
+        if finish:
+            record_pooled(run)
+            review_rows(run, rows, say=lambda text: None)
+            run.record("run_finished", failed=0)
+    return folder
+
+
+def test_a_run_ranks_pools_and_lists_its_suspects(tmp_path):
+    rows = made_rows(tmp_path)
+    losses = np.array([[1.0, 1.2, 0.9, 1.1, 1.0], [1.5, 1.7, 1.4, 1.6, 1.51]])
+    result = Result.read(make_run(tmp_path / "run", rows, losses))
+    assert (
+        result.report["best"] == 0
+        and "rank=8" in result.report["conclusion"]
+        and "better than rank=16" in result.report["conclusion"]
+    )
+    summary = result.trials[0]["metrics"]["loss"]
+    low, high = summary["pooled_interval95"]
+    assert low < summary["pooled"] < high
+    suspects = result.suspects()
+    assert suspects[0].row == 4 and set(suspects[0].kinds) == {"loss", "conflict"}
+    assert {s.row for s in suspects} >= {3, 4}
+    assert read_row_numbers(result.run / "suspects.csv") == {s.row for s in suspects}
+
+
+def test_runs_on_the_same_rows_are_compared_and_others_are_not(tmp_path):
+    rows = made_rows(tmp_path)
+    one = make_run(tmp_path / "one", rows, np.array([[1.0, 1.2, 0.9, 1.1, 1.0]]), settings=[{}])
+    two = make_run(tmp_path / "two", rows, np.array([[1.5, 1.7, 1.4, 1.61, 1.5]]), settings=[{}])
+    ranking = compare_runs([one, two])
+    assert [(p.name, p.verdict) for p in ranking.places] == [("one", "best"), ("two", "worse")]
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    other = made_rows(changed)
+    other = other.without([7])
+    # The folds now hold other rows out.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.test_review.ROWS", 59)
+        three = make_run(tmp_path / "three", other, np.array([[0.1] * 5]), settings=[{}])
+    assert [p.verdict for p in compare_runs([one, two, three]).places] == ["best", "worse", "other rows"]
+
+
+def test_the_compare_command(tmp_path, capsys):
+    rows = made_rows(tmp_path)
+    losses = np.array([[1.0, 1.2, 0.9, 1.1, 1.0], [1.5, 1.7, 1.4, 1.6, 1.51]])
+    folder = make_run(tmp_path / "run", rows, losses)
+    assert main(["compare", str(folder)]) == 0
+    assert "better than rank=16" in capsys.readouterr().out
+    assert main(["compare", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trials"][1]["verdict"] == "worse"
+    assert main(["compare", str(tmp_path)]) == 2
+
+
+def test_a_learning_curve_says_whether_more_data_would_help(tmp_path):
+    rows = made_rows(tmp_path)
+    sizes, rng = [12, 24, 48], np.random.default_rng(0)
+    fold = rng.normal(0, 0.2, FOLDS)
+    losses = np.array([[2 + 5 * n**-0.5 + f + rng.normal(0, 0.005) for f in fold] for n in sizes])
+    settings = [{"train.share": share} for share in (0.25, 0.5, 1.0)]
+    folder = make_run(tmp_path / "run", rows, losses, settings=settings, train_rows=sizes)
+    curve = learning_curve(Run.read(folder))
+    truth = 5 * (96**-0.5 - 48**-0.5)
+    assert curve.low < truth < curve.high and curve.helps > 0.95
+    assert say_learning_curve(curve).startswith("More data would help: twice the rows (96)")
+    with pytest.raises(RunError, match="no learning curve"):
+        learning_curve(Run.read(make_run(tmp_path / "other", rows, losses)))
+
+
+def test_the_best_epoch_and_its_plateau(tmp_path):
+    rows = made_rows(tmp_path)
+    rng = np.random.default_rng(0)
+    shape = np.array([2.0, 1.2, 1.0, 1.001, 1.5])
+    curves = [[list(shape + f + rng.normal(0, 0.01, 5)) for f in rng.normal(0, 0.3, FOLDS)]]
+    folder = make_run(tmp_path / "run", rows, np.array([[1.5] * FOLDS]), settings=[{}], curves=curves)
+    choice = epoch_choice(Run.read(folder))
+    assert choice.best in (3, 4) and (choice.first, choice.last) == (3, 4)
+    with pytest.raises(RunError, match="epoch by epoch"):
+        epoch_choice(Run.read(make_run(tmp_path / "other", rows, np.array([[1.5] * FOLDS]))))

@@ -19,7 +19,7 @@ ORDER = """
     data.lint.balance data.lint.embedding data.lint.base data.lint.settings data.lint.folds data.lint.report data.lint.rowpass
     data.lint.tokenpass data.lint.onepass
     store.files store.secrets store.journal store.lock store.same store.run scores review
-    model.device model.lora model.base model.attach model.head
+    model.device model.lora model.base model.frozen_int8 model.attach model.head
     train.lane train.optimizer train.step train.evaluate train.generate train.choice train.exam train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave
     workers.waves workers.local workers.worker workers.ray workers.examine workers.schedule
     export.folder export.card export.weights export.turns export.serve export.adapter export.saved export.merger

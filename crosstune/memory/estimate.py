@@ -191,16 +191,9 @@ def _stash(shape: ModelShape, settings: Settings, whole: int, inputs: int) -> di
         saved -= 4 * shape.hidden + 4  # the first norm reads the embeddings, which need no gradient
     return {
         "activations: saved": N * saved,
-        "activations: inputs of checkpointed layers": N * inputs * (c * shape.hidden + _kept_by_int8(shape, settings)),
+        "activations: inputs of checkpointed layers": N * inputs * c * shape.hidden,
         "activations: rotary": 2 * c * shape.head_dim * settings.tokens,
     }
-
-
-def _kept_by_int8(shape: ModelShape, settings: Settings) -> int:
-    """bitsandbytes' int8 product keeps its input out of autograd's sight: a checkpointed block can't let go of it."""
-    if settings.quantization != "int8":
-        return 0
-    return settings.number_bytes * (2 * shape.hidden + shape.queries + shape.intermediate)
 
 
 def _head(shape: ModelShape, settings: Settings, chunk: int) -> dict[str, int]:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crosstune.errors import ModelError
 from crosstune.model.base import Base
+from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
 from crosstune.model.lora import Adapters, Dropout, LaneLinear, Pass
 from crosstune.recipe import Lora
 
@@ -130,6 +131,7 @@ class Slots:
         self.now = Pass(torch.tensor([spec.scale for spec in specs], device=device, dtype=base.dtype))
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._checkpointed: list[nn.Module] = []
+        self._int8: list[nn.Module] = []
         for k, spec in enumerate(specs):
             self.reset(k, spec)
 
@@ -149,6 +151,7 @@ class Slots:
             adapted = LaneLinear(modules[site.name], site.name, self.now, adapters)
             setattr(modules[parent_name], leaf, adapted)
             self._replaced.append((modules[parent_name], leaf, modules[site.name]))
+        self._int8 = keep_no_inputs(self.base.model)
         layer: Any  # transformers sets these attributes on its own layers too
         for layer in self.base.decoder_layers[:checkpointed_layers]:
             # transformers' own layers (modeling_layers.GradientCheckpointingLayer) check these three; the layer alone
@@ -162,10 +165,11 @@ class Slots:
         for parent, leaf, module in self._replaced:
             setattr(parent, leaf, module)
         layer: Any
+        keep_inputs_again(self._int8)
         for layer in self._checkpointed:
             layer.gradient_checkpointing, layer.training = False, False
             del layer._gradient_checkpointing_func
-        self._replaced, self._checkpointed = [], []
+        self._replaced, self._checkpointed, self._int8 = [], [], []
 
     def reset(self, k: int, spec: LaneSpec) -> None:
         """Give slot k to a lane: exactly zero but for A's initial values, whatever ran there before."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from crosstune.data.tokens import Tokens
 from crosstune.export.adapter import save_adapter
-from crosstune.model.base import Base
 from crosstune.recipe import Recipe
 from crosstune.store.run import Run
 from crosstune.sweep import Trial
@@ -31,7 +30,7 @@ class Recorder:
     recipe: Recipe
     trials: Mapping[int, Trial]
     tokens: Tokens
-    base: Base
+    tokenizer: Any
     base_scores: RowScores
 
     def __post_init__(self) -> None:
@@ -103,7 +102,7 @@ class Recorder:
             job.lora,
             target_names=job.targets,
             base_name=self.recipe.model.name,
-            tokenizer=self.base.tokenizer,
+            tokenizer=self.tokenizer,
             stop_ids=self.tokens.stop_ids,
             card=card,
         )

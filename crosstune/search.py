@@ -52,6 +52,11 @@ class Search:
         """A fold of every trial comes before the next fold of any."""
         return self.rule.fold_first
 
+    @property
+    def waits(self) -> bool:
+        """Which trial comes next, or which goes on, depends on scores so far: waves must follow one another."""
+        return self._study is not None or not isinstance(self.rule, KeepAll) or self.budget.tokens is not None
+
     def ask(self) -> Trial | None:
         """The next trial; None if there is none, or the budget is spent."""
         if self.budget.why_spent():

@@ -68,7 +68,11 @@ class Checkpoints:
             self.wait()
             tensors, meta = packed
             self._writing = self._writer.submit(save_checkpoint, self.folder, tensors, meta)
-            self._last_step, self._last_time = int(meta["step"]), time.monotonic()
+            self.note_saved(int(meta["step"]))
+
+    def note_saved(self, step: int) -> None:
+        """The next one is due counted from here."""
+        self._last_step, self._last_time = step, time.monotonic()
 
     def wait(self) -> None:
         """Until the last one is written; raises what its writing raised."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
 from crosstune.model.base import Base
+from crosstune.model.device import Place, free_bytes
 from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.lane import LaneJob
@@ -28,9 +30,50 @@ def run_waves(
     for jobs in waves:
         kept = checkpoints(jobs)
         try:
-            run_wave(
-                base, jobs, tokens, plan, report=report, progress=progress, checkpoints=kept, given_up=given_up
-            )
+            run_wave(base, jobs, tokens, plan, report=report, progress=progress, checkpoints=kept, given_up=given_up)
             kept.drop()
         finally:
             kept.close()
+
+
+class LocalWorkers:
+    """This device and this process as the one worker. The base is loaded when it is first needed."""
+
+    def __init__(self, place: Place, load: Callable[[Place], Base], progress: Progress) -> None:
+        self._place, self._load_base, self._progress = place, load, progress
+        self._base: Base | None = None
+
+    def __enter__(self) -> LocalWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._base is not None:
+            self._base.release()
+
+    def place(self) -> tuple[Place, int]:
+        """The device, with all that was decided about it, and the bytes that are free on it."""
+        return self._place, free_bytes(self._place.device)
+
+    def apply(self, function: Callable[..., Any], *args: Any, tick: Callable[[int], None] | None = None) -> Any:
+        """`function(base, *args)`; `tick` is handed on if given."""
+        if self._base is None:
+            self._base = self._load_base(self._place)
+        return function(self._base, *args, **({} if tick is None else {"tick": tick}))
+
+    def run_waves(
+        self,
+        waves: Iterable[Sequence[LaneJob]],
+        tokens: Tokens,
+        plan: Plan,
+        *,
+        report: Report,
+        checkpoints: Callable[[Sequence[LaneJob]], Checkpoints],
+        given_up: GivenUp | None = None,
+    ) -> None:
+        """Train the waves in order. `given_up`: lanes may be ended early."""
+        told: dict[str, Any] = {} if given_up is None else {"given_up": given_up}
+        self.apply(
+            lambda base: run_waves(
+                base, waves, tokens, plan, report=report, progress=self._progress, checkpoints=checkpoints, **told
+            )
+        )

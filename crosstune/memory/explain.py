@@ -14,7 +14,7 @@ from crosstune.errors import CrosstuneError, DeviceError
 from crosstune.memory.config import read_config
 from crosstune.memory.estimate import head_chunk, lane_parts
 from crosstune.memory.gpus import Machine, find_gpu, free_ram_bytes, parse_bytes, this_cpu
-from crosstune.memory.picture import draw_parts
+from crosstune.memory.picture import draw_parts, save_png
 from crosstune.memory.plan import describe, search
 from crosstune.memory.precision import attention_kernel, choose_precision
 from crosstune.memory.shape import ModelShape
@@ -23,6 +23,7 @@ from crosstune.memory.ways import Way, ways_to_fit
 from crosstune.memory.widths import Job, Plan, make_plan
 from crosstune.recipe import Recipe
 from crosstune.units import bytes_words, count_words, seconds_words
+from crosstune.yaml_text import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,6 +114,13 @@ class Explained:
     def picture(self) -> str:
         """The parts as a stacked bar with the device's limit as a line: SVG."""
         return draw_parts(self.plan.parts, self.plan.free_bytes, title=self.plan.job.machine.name)
+
+    def save_picture(self, file: Path) -> None:
+        """The picture as a file: PNG if its name says so (extra `plot`), else SVG."""
+        if file.suffix.lower() == ".png":
+            save_png(self.plan.parts, self.plan.free_bytes, file, title=self.plan.job.machine.name)
+        else:
+            write_text(file, self.picture())
 
     def _repr_html_(self) -> str:
         """For a notebook."""

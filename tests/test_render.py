@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,6 @@ def test_a_template_that_opens_turns_otherwise_than_it_writes_them_is_noticed(to
     [
         "{% for m in messages %}{{ m.content + m.content }}{% endfor %}",
         "{% for m in messages|reverse %}{{ m.role + m.content + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}x{% endif %}",
-        "{% for m in messages %}{{ m.role }}{% endfor %}",
     ],
 )
 def test_a_turn_that_cannot_be_found_is_refused_never_guessed(tokenizer, template):
@@ -195,6 +195,17 @@ def test_a_template_that_refuses_a_row_names_the_row_and_its_reason(tokenizer):
     assert (caught.value.code, caught.value.finding().rows) == ("template-error", (1,))
 
 
+def test_a_template_that_writes_no_content_is_refused(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + '<|eot_id|>' }}{% endfor %}"
+    with pytest.raises(ModelError, match="leaves the assistant's answer out"):
+        render_row(rows_of(talk("a", "b"))[0], tokenizer, Data(path="x"))
+
+
+def test_a_template_for_lists_of_parts_gets_lists_of_parts(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{% for part in m.content %}{{ m.role + ':' + part.text }}{% endfor %}{{ '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    assert learned(tokenizer, talk("a", "b", "c", "d")) == ["b" + EOT, "d" + EOT]
+
+
 def test_a_template_that_is_broken_or_missing_is_a_model_error(tokenizer):
     row = rows_of(talk("a", "b"))[0]
     for template in ("{% for m in messages %}", "{{ messages.nothing.at_all }}", None):
@@ -207,6 +218,28 @@ def test_the_date_is_the_same_for_all_rows_and_days(tokenizer):
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + INSTRUCT
     assert whole(tokenizer, talk("a", "b")).startswith("26 Jul 2024")
     assert [f.code for f in ChatTemplate(tokenizer).findings] == ["template-date"]
+
+
+# TRL's own marked variants of these templates mark the content and its end alone, as is done here without marks.
+MARKED_BY_TRL = ("cohere", "cohere2", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl")
+
+
+@pytest.mark.parametrize("name", MARKED_BY_TRL)
+def test_what_is_learned_without_marks_is_what_trl_marks(tokenizer, name):
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    plain, marked = folder / f"{name}.jinja", folder / f"{name}_training.jinja"
+    if not (plain.exists() and marked.exists()):
+        pytest.skip("this TRL has no such template")
+    control = sorted(set(re.findall(r"<\|\w+\|>|</s>|<end_of_turn>|<start_of_turn>", plain.read_text())))
+    tokenizer.add_special_tokens({"additional_special_tokens": control})
+    record = talk("Why?", "Because.", "Because of what?", "Of that, no more.", "Oh.", "Yes.")
+    tokenizer.chat_template = marked.read_text()
+    oracle = tokenizer.apply_chat_template(record["messages"], return_dict=True, return_assistant_tokens_mask=True)
+    expected = tokenizer.decode([i for i, on in zip(oracle["input_ids"], oracle["assistant_masks"], strict=True) if on])
+    tokenizer.chat_template = plain.read_text()
+    # TRL's marks take in the line break after the end token, and the EOS token that Phi's template puts at the very end.
+    expected = re.sub(r"(<\|im_end\|>|<\|end\|>|<end_of_turn>)\n(<\|eot_id\|>)?", r"\1", expected)
+    assert "".join(learned(tokenizer, record)) == expected
 
 
 # --- tools ---------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+from crosstune.data.control import MARK, MARKED, map_strings, special_pattern
 from crosstune.data.rows import Row, Turn
-from crosstune.data.template import MARK, MARKED, ChatTemplate, RowError, map_strings, settings_of, special_pattern
+from crosstune.data.template import ChatTemplate, RowError, settings_of
 from crosstune.errors import DataError, Finding
 from crosstune.recipe import Data
 

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from crosstune.data.control import MARK, MARKED, special_pattern
 from crosstune.data.rows import Row, Turn
+from crosstune.data.turn_ends import TurnEnds, last_special, read_ends
 from crosstune.errors import DataError, Finding, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Noncharacters of Unicode: text can't hold them by accident, templates don't trim them, JSON filters leave them alone.
-MARK = "\ufdd0{}\ufdd1"
-MARKED = re.compile("\ufdd0(\\d+)\ufdd1")
-_PROBE = MARK.format(0)
+_PROBE = [Turn("assistant" if i % 2 else "user", MARK.format(i)) for i in range(4)]
 # Templates may write today's date into the system turn (Llama 3.2 does). One date for all, or a run that goes on
 # tomorrow would train on other tokens than today. Llama 3.1's own template falls back to this date.
 DATE = datetime(2024, 7, 26)
@@ -72,23 +71,21 @@ class ChatTemplate:
         self.special = special_pattern(tokenizer)
         self.findings: list[Finding] = []
         self.unlike: list[int] = []  # numbers of rows whose turns the template opens otherwise than it writes them
-        self.tail = ""  # what the template writes after the last turn although no open turn was asked for
         self._names = dict(tokenizer.special_tokens_map)
-        user, answer = Turn("user", "Why?"), Turn("assistant", _PROBE)
-        closed, opened = self._probe([user, answer], False), self._probe([user], True)
-        self.opens = opened != self._probe([user], False)  # False: add_generation_prompt makes no difference
-        after = closed.partition(_PROBE)[2]
-        stop = self.special.search(after) if self.special else None
-        self.end = stop.group() if stop and not after[: stop.start()].strip() else ""  # "": no token ends a turn
-        if not self.opens:
-            self._note_fixed_opening(
-                closed.partition(_PROBE)[0], opened, after[stop.end() :] if stop and self.end else after
-            )
-        if not self.end:
+        self._as_parts = False  # models that see pictures take a content as a list of parts
+        self._as_parts = self._wants_parts()
+        closed, opened = self._probe(_PROBE[:1], False), self._probe(_PROBE[:1], True)
+        self.opens = closed != opened  # False: add_generation_prompt makes no difference
+        self.ends = self._read_ends()
+        self.tail = self.ends.tail
+        self.end = last_special(self.ends.last or self.ends.mid, self.special)  # "": no control token ends a turn
+        self._note_opening(opened)
+        if not self.ends.last:
             self.findings.append(
-                Finding("no-end-of-turn", "warning", "no control token ends an assistant turn in the chat template",
-                        "Use a template that ends assistant turns with a stop token: else the model doesn't "
-                        "learn to stop.")
+                Finding("no-end-of-turn", "warning",
+                        "the chat template ends the last assistant turn with no control token",
+                        "Use a template that ends assistant turns with a stop token: else the model doesn't learn to "
+                        "stop.")
             )  # fmt: skip
         self.marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()))
         if "strftime_now" in tokenizer.get_chat_template():
@@ -132,36 +129,47 @@ class ChatTemplate:
     def _find(
         self, row: Row, text: str, turns: Sequence[Turn], place: int, settings: Mapping[str, Any]
     ) -> Region | None:
+        """From where inference opens the turn (or its content begins) to the text that closes it."""
         turn, last = turns[place], place == len(turns) - 1
-        start = self._start(row, text, turns, place, settings)
+        before = self.render(turns[:place], opened=True, settings=settings) if place else ""
+        start = len(before) if before and text.startswith(before) and (self.opens or self.tail) else None
+        content_end = _end_of_content(text, start, turn.content)
+        if start is None or content_end is None:
+            if place and start is None and self.opens:
+                self.unlike.append(row.number)
+            content, content_end = self._content(text, turns, place, settings)
+            if start is None and content is not None:
+                # A blank after the prompt is the model's to say ("[/INST] yes"), a header is not.
+                blank = before and text.startswith(before) and not text[len(before) : content].strip()
+                start = len(before) if blank and len(before) <= content else content
         if start is None:
             return None
-        if self.end and not turn.extra and self.end not in turn.content:
-            end = text.find(self.end, start)  # the quick way, right as long as the content can't hold that token
-            return Region(start, end + len(self.end)) if end >= 0 else None
+        if content_end is not None and content_end >= start:
+            closing = self.ends.last if last else self.ends.mid
+            at = content_end + len(text[content_end:]) - len(text[content_end:].lstrip())
+            for place_of_end in (content_end, at):
+                if closing and text.startswith(closing, place_of_end):
+                    return Region(start, place_of_end + len(closing))
         if last:
             return self._trimmed(text, start, len(text))
         upto = self.render(turns[: place + 1], opened=False, settings=settings)
-        if not (text.startswith(upto) and len(upto) > start):
-            return None
-        return self._trimmed(text, start, len(upto))
+        if text.startswith(upto) and len(upto) > start:
+            return self._trimmed(text, start, len(upto))
+        bare = not self.ends.mid and not turn.extra and content_end is not None and content_end > start
+        return Region(start, content_end) if bare and content_end else None
 
-    def _start(self, row: Row, text: str, turns: Sequence[Turn], place: int, settings: Mapping[str, Any]) -> int | None:
-        before = self.render(turns[:place], opened=True, settings=settings) if place else ""
-        if place and text.startswith(before) and self.opens:
-            return len(before)
-        if place and self.opens:
-            self.unlike.append(row.number)
-        # The template never opens a turn, opens it otherwise than it writes it, or the turn comes first: put a mark in
-        # place of the content, and see where it appears.
+    def _content(
+        self, text: str, turns: Sequence[Turn], place: int, settings: Mapping[str, Any]
+    ) -> tuple[int | None, int | None]:
+        """Where the content of a turn begins and ends: put a mark in its place, and see what stands around it."""
         mark = MARK.format(10**9)
         probe = [*turns[:place], Turn("assistant", mark, turns[place].extra), *turns[place + 1 :]]
-        marked = self.render(probe, opened=False, settings=settings)
-        start = marked.find(mark)
-        if start < 0 or marked.count(mark) != 1 or not text.startswith(marked[:start]):
-            return None
-        blank = place and text.startswith(before) and len(before) <= start and not text[len(before) : start].strip()
-        return len(before) if blank else start  # a blank after the prompt is the model's to say, a header is not
+        head, found, rest = self.render(probe, opened=False, settings=settings).partition(mark)
+        if not found or mark in rest:
+            return None, None
+        start = len(head) if text.startswith(head) else None
+        end = len(text) - len(rest) if text.endswith(rest) else None
+        return start, end
 
     def _trimmed(self, text: str, start: int, end: int) -> Region:
         """Without what stands after the last control token, if that is only white space."""
@@ -174,8 +182,10 @@ class ChatTemplate:
 
     def _with_end(self, text: str, start: int, end: int) -> Region:
         """Marks of a template may leave the end-of-turn token out: a model that never learns it never stops."""
-        if self.end and not text.endswith(self.end, start, end) and text.startswith(self.end, end):
-            end += len(self.end)
+        for closing in (self.ends.last, self.ends.mid):
+            if closing and not text.endswith(closing, start, end) and text.startswith(closing, end):
+                end += len(closing)
+                break
         return self._trimmed(text, start, end)
 
     # --- Jinja -----------------------------------------------------------------------------------------------------
@@ -190,21 +200,67 @@ class ChatTemplate:
                 "Set model.chat_template to a working template.",
             ) from None
 
-    def _note_fixed_opening(self, head: str, opened: str, rest: str) -> None:
-        if rest.strip() and head.endswith(rest):
-            self.tail = rest
+    def _wants_parts(self) -> bool:
+        """Whether a text must be given as a list of parts; raises `ModelError` if the template writes it in no form."""
+        try:
+            if _PROBE[1].content in self._render(_PROBE[:2], False, {}, marks=False)[0]:
+                return False
+        except DataError:
+            pass
+        self._as_parts = True
+        try:
+            if _PROBE[1].content in self._render(_PROBE[:2], False, {}, marks=False)[0]:
+                return True
+        except DataError:
+            pass
+        self._as_parts = False
+        if _PROBE[1].content in self._probe(_PROBE[:2], False):
+            return False
+        raise ModelError(
+            f"the chat template of {self.tokenizer.name_or_path!r} leaves the assistant's answer out",
+            "Set model.chat_template to a template that writes each message's content.",
+        )
+
+    def _read_ends(self) -> TurnEnds:
+        """Two turns rendered with marks for contents, and cut at the marks."""
+        turns = _PROBE
+        try:
+            text = self._render(turns, False, {}, marks=False)[0]
+        except DataError:  # a template for one turn only
+            turns = _PROBE[:2]
+            text = self._probe(turns, False)
+        parts = MARKED.split(text)[::2]
+        if len(parts) != len(turns) + 1:
+            return TurnEnds()
+        if len(turns) == 2:
+            parts += parts[1:]
+        before, question, mid, question_2, last = parts
+        return read_ends(
+            (before, question, mid, question_2, last), self.special, opens=self.opens, eos=str(self.tokenizer.eos_token)
+        )
+
+    def _note_opening(self, opened: str) -> None:
+        if self.opens:
+            return
+        if self.tail:
             self.findings.append(
                 Finding("template-always-opens-turn", "warning",
                         "the chat template opens an assistant turn whatever add_generation_prompt says; "
-                        f"{rest!r} is cut from each row",
+                        f"{self.tail!r} is cut from each row",
                         "Put {% if add_generation_prompt %} around the last header of the template.")
             )  # fmt: skip
-        elif head.removeprefix(opened).strip():  # else a turn needs no header: "[INST] Why? [/INST] Because."
+            return
+        closed = self._probe(_PROBE[:2], False)
+        if closed.partition(_PROBE[1].content)[0].removeprefix(opened).strip():
+            # else a turn needs no header: "[INST] Why? [/INST] Because."
             self.findings.append(
                 Finding("template-never-opens-turn", "warning",
                         "the chat template ignores add_generation_prompt: at inference no assistant turn is opened",
                         "Add {% if add_generation_prompt %} and the assistant's header at the end of the template.")
             )  # fmt: skip
+
+    def _given(self, content: str) -> Any:
+        return [{"type": "text", "text": content}] if self._as_parts else content
 
     def _dated(self, template: str) -> str:
         return _FIXED_DATE + template if "strftime_now" in template else template
@@ -219,7 +275,7 @@ class ChatTemplate:
         tools = settings.pop("tools", None)
         try:
             rendered: Any = render_jinja_template(
-                conversations=[[{"role": t.role, "content": t.content, **t.extra} for t in turns]],
+                conversations=[[{"role": t.role, "content": self._given(t.content), **t.extra} for t in turns]],
                 tools=tools,
                 chat_template=self._dated(self.tokenizer.get_chat_template(tools=tools)),
                 add_generation_prompt=opened,
@@ -230,6 +286,15 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses it: {error}", "Change the row or the template.") from None
         texts, places = rendered
         return texts[0], list(places[0]) if marks else []
+
+
+def _end_of_content(text: str, start: int | None, content: str) -> int | None:
+    """Where the content ends if it begins at `start`, as it is or trimmed; None if it doesn't, or is empty."""
+    if start is not None:
+        for body in (content, content.strip()):
+            if body and text.startswith(body, start):
+                return start + len(body)
+    return None
 
 
 def settings_of(row: Row) -> dict[str, Any]:
@@ -246,23 +311,3 @@ def settings_of(row: Row) -> dict[str, Any]:
     if isinstance(tools, list) and tools and all(isinstance(tool, Mapping) for tool in tools):
         settings["tools"] = tools
     return settings
-
-
-def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Matches the text of any control token of the tokenizer, the longest first."""
-    texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | set(
-        tokenizer.all_special_tokens
-    )
-    ordered = sorted((text for text in texts if text), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
-
-
-def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` with every string in it changed; keys of mappings stay."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_strings(inner, change) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [map_strings(inner, change) for inner in value]
-    return value

@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.asked import Asked, gather
-from crosstune.data.load import Rows, load_rows
-from crosstune.data.tokenizer import ready_tokenizer
-from crosstune.data.tokens import Tokens, tokenize
-from crosstune.errors import DeviceError, MissingExtra, RecipeError, refuse
+from crosstune.data.load import Rows
+from crosstune.data.tokens import Tokens
+from crosstune.errors import DeviceError, MissingExtra, RecipeError
+from crosstune.inputs import judge, read_asked_rows
 from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.memory.plan import Plan, plan_memory
 from crosstune.memory.shape import ModelShape
 from crosstune.metrics import find_metric
-from crosstune.progress import Progress, choose_progress, stage
+from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Recipe
 from crosstune.result import Result, make_report, write_out_of_fold, write_scores
 from crosstune.review import review_rows
@@ -33,7 +33,6 @@ from crosstune.scores import record_pooled
 from crosstune.search import open_search
 from crosstune.splits import Fold, split_rows
 from crosstune.store.run import Run
-from crosstune.suspects import read_row_numbers
 from crosstune.sweep import Trial, share_of_rows, trials_to_plan
 
 if TYPE_CHECKING:
@@ -70,7 +69,8 @@ def cross_validate(
     retry_failed  train the lanes that failed in an earlier call once more
 
     Raises CrosstuneError (problem and fix) before anything is written if anything is wrong. A lane that fails is in
-    `Result.failed`; the others finish. The same call on a finished run returns its result, on an unfinished one goes on.
+    `Result.failed`; the others finish. The same call goes on with an unfinished run; of a finished one it returns the
+    result.
     SIGINT and SIGTERM finish the step, keep it and raise `Interrupted`, a KeyboardInterrupt.
     """
     asked = gather(recipe, data=data, model=model, tokenizer=tokenizer, lora=lora, folds=folds, sections=sections)
@@ -80,12 +80,11 @@ def cross_validate(
 
 def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, retry_failed: bool) -> Result:
     recipe, began = asked.recipe, time.monotonic()
-    rows = _read(asked, progress)
-    folds = split_rows(rows, recipe.folds, splitter=asked.splitter)
+    found = read_asked_rows(asked, progress)
     trials = trials_to_plan(recipe)
     planned: Mapping[str, Any] = {}
     if (Path(recipe.output) / "journal.jsonl").exists():
-        with _open_run(recipe, rows) as run:  # refuses another recipe or other rows before anything is loaded
+        with _open_run(recipe, found) as run:  # refuses another recipe or other rows before anything is loaded
             if retry_failed:
                 run.retry_failed()
             if run.is_finished:
@@ -93,19 +92,19 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
                 return Result(run.folder, make_report(run))
             planned = next(iter(reversed(run.events("plan"))), {})
 
-    config = _config(asked)
-    shape = ModelShape.from_config(config)
-    tokenizer, tokens = _encode(asked, rows, config, progress)
+    inputs = judge(asked, found, progress)
+    rows, tokens, tokenizer = inputs.rows, inputs.tokens, inputs.tokenizer
+    folds = split_rows(rows, recipe.folds, splitter=asked.splitter)
     exam = _exam(recipe, rows, tokens, tokenizer)
     with _workers(asked, tokenizer, progress, interrupts) as workers:
         place, free = workers.place()
         progress.say(f"device: {place}")
-        plan = _plan_as_before(planned, recipe, shape, tokens, trials, folds, place, progress, free)
+        plan = _plan_as_before(planned, recipe, inputs.shape, tokens, trials, folds, place, progress, free)
         progress.say(f"plan: {plan}")
         for trial in trials:
             make_jobs(workers, trial, folds)  # refuses targets that match no layer before anything is written
         work = _Work(recipe, rows, folds, tokens, tokenizer, workers, plan, exam, progress, interrupts)
-        with _open_run(recipe, rows, tokens) as run:
+        with _open_run(recipe, found, tokens) as run:
             try:
                 _train(run, work)
             except Interrupted as end:
@@ -167,7 +166,7 @@ def _train(run: Run, work: _Work) -> None:
     )  # fmt: skip
     work.workers.run_waves(
         schedule.waves(), work.tokens, plan, report=schedule.report, checkpoints=checkpoints,
-        **({"given_up": schedule.given_up} if search.waits else {}),
+        given_up=schedule.given_up if search.waits else None,
     )  # fmt: skip
     schedule.catch_up()
     write_out_of_fold(run)
@@ -206,56 +205,10 @@ def _write_groups(run: Run, rows: Rows, column: str | None) -> None:
     run.write_table("groups.parquet", {"row": [row.number for row in rows.rows], "group": groups})
 
 
-def _read(asked: Asked, progress: Progress) -> Rows:
-    recipe = asked.recipe
-    rows = load_rows(asked.source, recipe.data)
-    if recipe.data.exclude is not None:
-        gone = read_row_numbers(recipe.data.exclude)
-        rows = rows.without(gone)
-        progress.say(f"{recipe.data.exclude}: {len(gone)} rows left out")
-    progress.say(f"{rows.name}: {len(rows)} rows, shape {rows.shape}")
-    if recipe.data.skip_bad_rows:
-        return rows
-    refuse([finding for finding in rows.findings if finding.code not in recipe.lint.allow])
-    return rows
-
-
 def _open_run(recipe: Recipe, rows: Rows, tokens: Tokens | None = None) -> Run:
     numbers = [row.number for row in rows.rows]
     prints = {} if tokens is None else {"the tokenizer or its template": tokens.fingerprint}
     return Run.open(recipe.output, recipe=recipe, data_hashes=rows.hashes, rows=numbers, prints=prints)
-
-
-def _config(asked: Asked) -> dict[str, Any]:
-    if asked.model is not None:
-        return dict(asked.model.config.to_dict())
-    from crosstune.model.base import load_config
-
-    return load_config(asked.recipe.model)
-
-
-def _encode(asked: Asked, rows: Rows, config: Mapping[str, Any], progress: Progress) -> tuple[Any, Tokens]:
-    """The tokenizer with its padding and stop tokens, and all rows encoded."""
-    recipe = asked.recipe
-    ready = ready_tokenizer(recipe.model, asked.tokenizer, stops=asked.stop_ids)
-    limit = _limit(config, ready.tokenizer)
-    with stage(progress, "tokenise", len(rows)):
-        done = 0
-
-        def tick(rows_done: int, _: int) -> None:
-            nonlocal done
-            progress.advance(rows_done - done)
-            done = rows_done
-
-        tokens = tokenize(
-            rows, ready.tokenizer, recipe.data, cache=_cache(), progress=tick, limit=limit, stop_ids=ready.stop_ids
-        )
-    findings = [*ready.findings, *tokens.findings]
-    for finding in findings:
-        if finding.severity != "error":
-            progress.say(f"{finding.severity}: {finding.message}")
-    refuse([finding for finding in findings if finding.code not in recipe.lint.allow])
-    return ready.tokenizer, tokens
 
 
 def _exam(recipe: Recipe, rows: Rows, tokens: Tokens, tokenizer: Any) -> Exam | None:
@@ -263,18 +216,6 @@ def _exam(recipe: Recipe, rows: Rows, tokens: Tokens, tokenizer: Any) -> Exam | 
     from crosstune.train.exam import set_exam
 
     return set_exam(recipe.evaluate, rows, tokens, tokenizer, recipe.data)
-
-
-def _limit(config: Mapping[str, Any], tokenizer: Any) -> int:
-    """The longest row that the model takes: its positions, or what the tokenizer says if that is less."""
-    text = config.get("text_config") or config
-    return min(int(text.get("max_position_embeddings") or 2**31), int(tokenizer.model_max_length), 2**31)
-
-
-def _cache() -> Path | None:
-    """Folder for encoded rows, shared by runs; CROSSTUNE_CACHE moves it, an empty value turns it off."""
-    place = os.environ.get("CROSSTUNE_CACHE", "~/.cache/crosstune")
-    return Path(place).expanduser() / "tokens" if place else None
 
 
 def _choose_place(asked: Asked) -> Place:
@@ -341,9 +282,7 @@ def _plan(
     )
 
 
-def _workers(
-    asked: Asked, tokenizer: Any, progress: Progress, interrupts: Interrupts
-) -> LocalWorkers | RayWorkers:
+def _workers(asked: Asked, tokenizer: Any, progress: Progress, interrupts: Interrupts) -> LocalWorkers | RayWorkers:
     """Who trains: this process, or the workers of a Ray cluster."""
     if asked.recipe.device.ray is None:
         from crosstune.workers.local import LocalWorkers

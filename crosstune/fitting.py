@@ -14,20 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.asked import Asked, gather
-from crosstune.crossval import (
-    _base,
-    _choose_place,
-    _config,
-    _encode,
-    _open_run,
-    _plan,
-    _random_state_kept,
-    _read,
-)
+from crosstune.crossval import _open_run, _plan, _random_state_kept, _workers
 from crosstune.errors import LaneFailed, ModelError, RecipeError, RunError
 from crosstune.fitted import Expected, Fit, Fitted, expected_of
+from crosstune.inputs import Inputs, judge, read_asked_rows
 from crosstune.interrupt import Interrupted, Interrupts
-from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Folds, Recipe
 from crosstune.result import Result
@@ -37,10 +28,10 @@ from crosstune.sweep import Trial, make_trial, read_sweep, share_of_rows
 
 if TYPE_CHECKING:
     from crosstune.data.load import Rows
-    from crosstune.data.tokens import Tokens
     from crosstune.memory.plan import Plan
-    from crosstune.model.base import Base
     from crosstune.train.lane import LaneJob
+    from crosstune.workers.local import LocalWorkers
+    from crosstune.workers.ray import RayWorkers
 
 
 def fit(
@@ -139,9 +130,8 @@ def _from_recipe(asked: Asked, held_out: float | None, seeds: Sequence[int]) -> 
 
 def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) -> Fit:
     began, recipe = time.monotonic(), task.asked.recipe
-    rows = _read(task.asked, progress)
-    fold = _all_rows(rows, task)
-    with _open_run(recipe, rows) as run:
+    found = read_asked_rows(task.asked, progress)
+    with _open_run(recipe, found) as run:
         was_finished = run.is_finished
         if again:
             for trial in task.trials:
@@ -149,18 +139,18 @@ def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) ->
         if all((trial.index, None) in run.finished_lanes() for trial in task.trials):
             progress.say(f"{recipe.output} holds this fit; nothing to do (again: train it once more)")
             return _found(run, task, 0.0)
-    config = _config(task.asked)
-    tokenizer, tokens = _encode(task.asked, rows, config, progress)
-    place = _choose_place(task.asked)
-    progress.say(f"device: {place}")
-    plan = _plan(recipe, ModelShape.from_config(config), tokens, task.trials, [fold], place)
-    progress.say(f"plan: {plan}")
-    base = _base(task.asked, tokenizer, place, progress)
-    try:
-        jobs = [_job(base, trial, fold, task) for trial in task.trials]
-        with _open_run(recipe, rows, tokens) as run:
+    inputs = judge(task.asked, found, progress, has_folds=bool(task.expected))
+    fold = _all_rows(inputs.rows, task)
+    with _workers(task.asked, inputs.tokenizer, progress, interrupts) as workers:
+        place, free_bytes = workers.place()
+        progress.say(f"device: {place}")
+        plan = _plan(recipe, inputs.shape, inputs.tokens, task.trials, [fold], place, free_bytes)
+        progress.say(f"plan: {plan}")
+        scene = _Scene(task, inputs, fold, workers)
+        jobs = [_job(scene, trial) for trial in task.trials]
+        with _open_run(recipe, found, inputs.tokens) as run:
             try:
-                _train(run, _Scene(task, base, tokens, fold), jobs, plan, progress, interrupts)
+                _train(run, scene, jobs, plan, progress, interrupts)
             except Interrupted as end:
                 run.record("interrupted", signal=end.number)
                 raise
@@ -169,8 +159,16 @@ def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) ->
             if was_finished:
                 run.record("run_finished", failed=len(run.failed_lanes()))
             return _found(run, task, time.monotonic() - began)
-    finally:
-        base.release()
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """What the lanes of a fit are trained on, and by whom."""
+
+    task: Task
+    inputs: Inputs
+    fold: Fold
+    workers: LocalWorkers | RayWorkers
 
 
 def _all_rows(rows: Rows, task: Task) -> Fold:
@@ -188,12 +186,12 @@ def _all_rows(rows: Rows, task: Task) -> Fold:
     return Fold(0, tuple(sorted(used)), ())
 
 
-def _job(base: Base, trial: Trial, fold: Fold, task: Task) -> LaneJob:
+def _job(scene: _Scene, trial: Trial) -> LaneJob:
     """One lane on all rows. What early stopping decided on the folds is a number of epochs here."""
     from crosstune.model.attach import resolve_targets
     from crosstune.train.lane import LaneJob
 
-    recipe, expected = trial.recipe, task.expected.get(trial.index)
+    recipe, fold, expected = trial.recipe, scene.fold, scene.task.expected.get(trial.index)
     train = recipe.train
     if expected is not None:
         train = train.model_copy(update={"stop": None, "keep": "last"})
@@ -205,20 +203,10 @@ def _job(base: Base, trial: Trial, fold: Fold, task: Task) -> LaneJob:
         evaluate=recipe.evaluate,
         train_rows=share_of_rows(fold.train, train.share, train.seed),
         held_out=fold.held_out,
-        targets=resolve_targets(base, recipe.lora.targets),
+        targets=scene.workers.apply(resolve_targets, recipe.lora.targets),
         packing=recipe.data.packing,
         ends_at=1.0 if expected is None else expected.ends_at,
     )
-
-
-@dataclass(frozen=True)
-class _Scene:
-    """What the lanes of a fit are trained on."""
-
-    task: Task
-    base: Base
-    tokens: Tokens
-    fold: Fold
 
 
 def _train(
@@ -228,7 +216,6 @@ def _train(
     from crosstune.fit_record import FitRecorder
     from crosstune.train.checkpoint import Checkpoints
     from crosstune.train.evaluate import score_base
-    from crosstune.workers.local import run_waves
     from crosstune.workers.waves import waves_left
 
     recipe = scene.task.asked.recipe
@@ -237,19 +224,20 @@ def _train(
         lanes = [(job.trial, job.fold) for job in wave]
         return Checkpoints(run.checkpoint_folder(lanes), recipe.train.checkpoint_every, interrupts, progress.say)
 
-    base_scores = score_base(scene.base, scene.tokens, scene.fold.held_out) if scene.fold.held_out else None
+    tokens, held_out = scene.inputs.tokens, scene.fold.held_out
+    base_scores = scene.workers.apply(score_base, tokens, held_out) if held_out else None
     recorder = FitRecorder(
         run=run,
         recipe=recipe,
         trials={trial.index: trial for trial in scene.task.trials},
         expected=scene.task.expected,
-        tokens=scene.tokens,
-        tokenizer=scene.base.tokenizer,
+        tokens=tokens,
+        tokenizer=scene.inputs.tokenizer,
         base_files=_base_files(scene.task.asked),
         base_scores=base_scores,
     )
     waves = waves_left(jobs, plan.lanes, over=run.lanes_over(), again=run.lanes_again())
-    run_waves(scene.base, waves, scene.tokens, plan, report=recorder, progress=progress, checkpoints=checkpoints)
+    scene.workers.run_waves(waves, tokens, plan, report=recorder, checkpoints=checkpoints)
 
 
 def _base_files(asked: Asked) -> dict[str, str]:

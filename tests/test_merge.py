@@ -362,3 +362,26 @@ def test_g01b_a_four_bit_base_is_refused_unless_asked_for_and_then_measured(tmp_
     assert any(note.startswith("warning: merged into weights that were rounded to nf4") for note in report.notes)
     assert 0 < report.verification.merged.mean_logit < 0.01
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
+def test_a_gguf_base_is_dequantised_and_said(tmp_path, tiny):
+    pytest.importorskip("gguf")
+    from crosstune.export.gguf import write_gguf
+
+    file = write_gguf(tiny, tmp_path / "base.gguf", kind="q8_0")
+    export(
+        tmp_path / "adapter",
+        tiny,
+        Lora(rank=4, alpha=16),
+        TARGETS,
+        base_name=str(file),
+        base_files=weights_checksums(str(file)),
+    )
+    report = merge(tmp_path / "adapter", tmp_path / "merged", dtype="fp32")
+    assert "base.gguf was dequantised" in report.notes[0]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    want = logits(PeftModel.from_pretrained(base, tmp_path / "adapter"), tiny)
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), tiny), want, atol=1e-4)
+    flip_bit(file)
+    with pytest.raises(ModelError, match="is not the file that the adapter was trained on"):
+        merge(tmp_path / "adapter", tmp_path / "other")

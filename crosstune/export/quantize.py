@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import save_torch_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from crosstune.errors import MissingExtra
+from crosstune.export.adapter import write_json
+from crosstune.export.merger import MOST_SHARD_BYTES
 from crosstune.export.verify import quiet_loading
 
 Quantization = Literal["none", "nf4", "int8"]
@@ -29,14 +34,21 @@ def write_quantized(folder: Path, out: Path, kind: Quantization, *, device: torc
 
 def write_plain(source: Path, out: Path, dtype: torch.dtype) -> None:
     """Write the quantised folder or .gguf file `source` to `out` in 16 or 32 bit; the whole model is in memory."""
-    with quiet_loading():
+    with quiet_loading(), redirect_stderr(io.StringIO()):  # transformers' GGUF reader has a bar that nothing turns off
         if source.suffix == ".gguf":
             model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype)
             AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
         else:
             need_bitsandbytes()
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map={"": "cpu"}).dequantize()
-        torch.nn.Module.to(model, dtype).save_pretrained(out)
+        out.mkdir(parents=True, exist_ok=True)
+        # Not save_pretrained: it refuses a model that came from GGUF as "quantized" (transformers 5.24).
+        save_torch_model(torch.nn.Module.to(model, dtype), out, max_shard_size=MOST_SHARD_BYTES)
+        config = model.config.to_dict()
+        config.pop("quantization_config", None)
+        write_json(out / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(out)
 
 
 def need_bitsandbytes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crosstune.data.lint import settings
-from crosstune.data.lint.base import check_base, check_stop_token, check_template_source, config_of
+from crosstune.data.lint.base import check_base, check_stop_token, check_template_source, config_of, generation_stops
 from crosstune.data.lint.catalogue import FAULTS
 from crosstune.data.lint.folds import check_split
 from crosstune.data.lint.marks import Marks
@@ -20,7 +21,7 @@ from crosstune.data.lint.rowpass import RowPass
 from crosstune.data.lint.tokenpass import TokenPass
 from crosstune.data.load import Row, Rows, leave_out, load_rows, read_rows
 from crosstune.data.template import ChatTemplate
-from crosstune.data.tokenizer import ReadyTokenizer, generation_stop_ids, ready_tokenizer
+from crosstune.data.tokenizer import ReadyTokenizer, choose_pad, find_stop_ids, ready_tokenizer
 from crosstune.errors import DataError, Finding, ModelError, Place
 from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, Quiet, stage
@@ -72,9 +73,11 @@ def lint_rows(
     *,
     tokenizer: ReadyTokenizer | None = None,
     splitter: Any = None,
+    has_folds: bool = True,
     progress: Progress | None = None,
 ) -> LintReport:
     """The same for rows in memory under a recipe. `splitter`: a scikit-learn splitter in place of the recipe's folds.
+    `has_folds` False: all rows are trained on, and none is held out.
 
     With `data.skip_bad_rows`, errors that name rows are warnings, and `left_out` has the rows to leave out, with those
     that loading has left out already.
@@ -90,7 +93,10 @@ def lint_rows(
             row for f in rows.findings if f.code in FAULTS and FAULTS[f.code].severity == "error" for row in f.rows
         )
     kept = rows.without(left_out)
-    about_folds, folds = check_split(kept, recipe.folds, tokens_per_row=look.tokens_of(kept), splitter=splitter)
+    about_folds: Sequence[Finding] = ()
+    folds: Sequence[Fold] = [Fold(0, tuple(range(len(kept))), ())]
+    if has_folds:
+        about_folds, folds = check_split(kept, recipe.folds, tokens_per_row=look.tokens_of(kept), splitter=splitter)
     collector = Collector()
     collector.add([*findings, *about_folds, *_about_settings(recipe, kept, folds, look)])
     return look.report(recipe.lint.allow, collector.findings(), left_out)
@@ -107,9 +113,7 @@ def _lint_recipe(recipe: Recipe, model: Any, allow: tuple[str, ...], progress: P
         finding = FAULTS["unreadable"].found(error.problem, where=Place(recipe.data.path, field="data"), fix=error.fix)
         others = _about_settings(recipe, None, (), None)
         return LintReport((finding, *others), recipe.data.path, allowed=allow)
-    given = None
-    if model is not None and not isinstance(model, str | Model):
-        given = ready_tokenizer(recipe.model, model)
+    given = with_pad(model) if model is not None and not isinstance(model, str | Model) else None
     return lint_rows(rows, recipe, tokenizer=given, progress=progress)
 
 
@@ -137,6 +141,15 @@ def _about_settings(recipe: Recipe, rows: Rows | None, folds: Sequence[Fold], lo
     yield from settings.check_warmup(recipe, num_sequences)
 
 
+def with_pad(tokenizer: PreTrainedTokenizerBase) -> ReadyTokenizer:
+    """A tokenizer in memory (a copy) with its padding and stop tokens; no model's files are looked for."""
+    tokenizer = copy.deepcopy(tokenizer)
+    stop_ids = find_stop_ids(tokenizer)
+    pad, findings = choose_pad(tokenizer, stop_ids)
+    tokenizer.pad_token = pad
+    return ReadyTokenizer(tokenizer, int(tokenizer.convert_tokens_to_ids(pad)), stop_ids, tuple(findings))
+
+
 class Look:
     """One pass: rows in batches through `RowPass` and, where a tokenizer is known, `TokenPass`."""
 
@@ -160,7 +173,7 @@ class Look:
         try:
             if self.model is not None:
                 return ready_tokenizer(self.model)
-            return ready_tokenizer(Model(name=model.name_or_path or "tokenizer"), model)
+            return with_pad(model)
         except ModelError as error:
             where = Place(field="model")
             self.collector.add([FAULTS["model-unread"].found(error.problem, where=where, fix=error.fix)])
@@ -202,8 +215,8 @@ class Look:
             return
         self.tokenpass.finish()
         tokenizer, used = self.tokenpass.tokenizer, self.tokenpass.used
-        stops = generation_stop_ids(self.model) if self.model else []
         if self.tokenpass.has_conversations:
+            stops = generation_stops(self.model.name) if self.model else []
             self.collector.add(check_stop_token(tokenizer, ChatTemplate(tokenizer).end, stops))
         if self.model:
             self.collector.add(check_template_source(self.model))

@@ -220,7 +220,8 @@ def test_padding_that_is_asked_for_is_taken_and_warned_of_if_it_stops(tmp_path, 
 
 def test_a_tokenizer_that_pads_with_its_stop_token_gets_another(tmp_path):
     ready = ready_tokenizer(Model(name=folder(tmp_path, pad_token="<|eot_id|>")))
-    assert ready.pad_id == PAD_ID and [f.code for f in ready.findings] == ["pad-is-stop-token"]
+    assert ready.pad_id == PAD_ID and [(f.code, f.severity) for f in ready.findings] == [("pad-chosen", "note")]
+    assert "<|eot_id|> (368), ends texts" in ready.findings[0].message
     own = ready_tokenizer(Model(name=folder(tmp_path, name="b", pad_token="<|reserved_special_token_28|>")))
     assert own.pad_id == 365 and not own.findings
 

@@ -86,17 +86,11 @@ def choose_pad(
                     "Nothing needs doing: padding is never a target here, whatever its id.")
         ]  # fmt: skip
     number = tokenizer.convert_tokens_to_ids(chosen)
-    if own is None:
-        why = "the tokenizer has no padding token"
-        return chosen, [Finding("pad-chosen", "note", f"{why}; {chosen} ({number}) pads: it is in the "
-                                                      "vocabulary and ends no text",
-                                "Set model.pad_token for another.")]  # fmt: skip
+    # Many tokenizers come so (SmolLM2 pads with its stop token): put right here, it hurts no more, hence a note.
+    why = "the tokenizer has no padding token" if own is None else f"its own, {tokenizer.pad_token} ({own}), ends texts"
     return chosen, [
-        Finding("pad-is-stop-token", "warning",
-                f"the tokenizer's padding token {tokenizer.pad_token!r} ({own}) is a stop token; {chosen} "
-                f"({number}) pads in its place",
-                "Set model.pad_token for another.")
-    ]  # fmt: skip
+        Finding("pad-chosen", "note", f"{chosen} ({number}) pads, for {why}", "Set model.pad_token for another.")
+    ]
 
 
 def _check_asked(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], asked: str) -> list[Finding]:

@@ -220,7 +220,8 @@ def test_a_model_that_is_not_here_still_lets_the_rows_be_judged(tmp_path: Path) 
     assert found(report, "error").keys() == {"model-unread", "empty-response", "missing-content"}
 
 
-def test_weights_that_are_not_here_are_a_note(tiny: Path) -> None:
+def test_weights_that_are_not_here_are_a_note(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or five retries, 23 seconds
     model = Model(name="owner/not-on-this-machine", tokenizer=str(tiny))
     assert "embedding-unread" in found(lint(CHAT, model=model), "note")
 

@@ -83,6 +83,13 @@ def config_of(name: str) -> dict[str, Any]:
     return _json(folder / "config.json") if folder is not None and folder.is_dir() else {}
 
 
+def generation_stops(name: str) -> list[int]:
+    """Stop tokens of the model's generation config, read from its folder without asking the hub."""
+    folder = model_folder(name)
+    ids = _json(folder / "generation_config.json").get("eos_token_id") if folder and folder.is_dir() else None
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
 def _json(file: Path) -> dict[str, Any]:
     try:
         read = json.loads(file.read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from crosstune.memory.allocator import replay
-from crosstune.memory.gpus import MIB
+from crosstune.memory.gpus import MIB, find_gpu
 from crosstune.model.base import Base
 from crosstune.train.kernels import CUDA_TEMPORARIES, attention_of
 from crosstune.train.quantized import quantize_linears
@@ -75,7 +75,7 @@ def peft_model(cell):
 def steps_of_peft(cell):
     """Trace of a build and two steps."""
     tracker = Tracker(CUDA_TEMPORARIES)
-    with attention_of("cuda"), tracker:
+    with attention_of(find_gpu("h200"), "bf16"), tracker:
         model, vocab = peft_model(cell)
         tracker.track_module(model)
         tracker.trace.append(("empty", 0, 0))

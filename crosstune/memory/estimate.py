@@ -32,6 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from crosstune.memory.gpus import MIB, Machine
+from crosstune.memory.precision import repeats_heads
 from crosstune.memory.shape import Linear, ModelShape
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -54,6 +55,7 @@ class Settings:
     targets: tuple[Linear, ...] = ()
     dropout: bool = False
     evaluate_tokens: int = 0  # of a batch without autograd
+    repeats_heads: bool = False  # keys and values are kept for every query head (precision.repeats_heads)
 
     @property
     def pass_tokens(self) -> int:
@@ -95,8 +97,8 @@ class Estimate:
 
 def estimate(shape: ModelShape, settings: Settings, machine: Machine) -> Estimate:
     """The whole process on the device, by part, for training with `settings`."""
-    if not settings.targets:
-        settings = replace(settings, targets=shape.linears)
+    repeats = repeats_heads(machine, settings.precision)
+    settings = replace(settings, targets=settings.targets or shape.linears, repeats_heads=repeats)
     kept = {**base_parts(shape, settings), **lane_parts(shape, settings)}
     moments = {
         "head": _head(shape, settings, head_chunk(shape.vocab, machine.kind)),
@@ -163,12 +165,13 @@ def lane_parts(shape: ModelShape, settings: Settings) -> dict[str, int]:
 
 def saved_per_token(shape: ModelShape, settings: Settings) -> int:
     """Bytes that a block which isn't checkpointed keeps for each token until the backward pass."""
+    keys = shape.queries if settings.repeats_heads else shape.keys
     c, h, f = settings.number_bytes, shape.hidden, shape.intermediate
     targets = settings.targets
     read = {linear.reads for linear in targets}
     total = shape.norms * (4 * h + 4)  # RMSNorm computes in fp32
     total += c * h * (("hidden" in read) + ("normed" in read))
-    total += c * (2 * shape.queries + 2 * shape.keys) + 4 * shape.heads
+    total += c * (2 * shape.queries + 2 * keys) + 4 * shape.heads
     if shape.head_norms:
         total += 4 * (shape.queries + shape.keys)
     if any(linear.name == "qkv_proj" for linear in shape.linears):
@@ -227,6 +230,8 @@ def _block(shape: ModelShape, settings: Settings, whole: int, inputs: int, again
     parts = _stash(shape, settings, whole, inputs)
     if again:
         parts["activations: layer made again"] = N * saved_per_token(shape, settings)
+    if settings.quantization == "int8":  # in the forward pass: the input in fp16, |it|, its mask, itself in int8
+        plain = max(plain, N * f * (4 if settings.precision == "fp16" else 6))
     at_weight = undone > plain
     parts["backward: temporaries of a layer"] = masked + (undone - weight if at_weight else plain)
     parts["dequantised weight"] = weight if at_weight else 0

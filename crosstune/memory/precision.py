@@ -49,6 +49,11 @@ def choose_precision(wanted: str, machine: Machine) -> Choice:
     return Choice("fp32", f"exact, on a CPU{hint}" if wanted == "auto" else "device.precision: fp32")
 
 
+def repeats_heads(machine: Machine, precision: str) -> bool:
+    """Grouped keys and values are repeated for every query head, as only the flash kernel takes them as they are."""
+    return machine.kind == "cuda" and (precision == "fp32" or machine.capability < (8, 0))
+
+
 def attention_kernel(machine: Machine, precision: str, *, head_dim: int = 128, masked: bool = False) -> Choice:
     """The kernel that torch's scaled_dot_product_attention will take (its own preference, torch 2.8 to 2.13)."""
     if machine.kind != "cuda":

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from crosstune.errors import MissingExtra, ModelError
+from crosstune.model.attention import attention_name
 from crosstune.recipe import Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,7 +129,8 @@ def load_base(model: Model, tokenizer: Any, *, device: torch.device, precision: 
     from transformers import AutoModelForCausalLM
 
     place = hub_arguments(model)
-    options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": "sdpa", "device_map": {"": device}}
+    attention = attention_name(device, DTYPES[precision])
+    options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": attention, "device_map": {"": device}}
     if "gguf_file" in place:
         options |= _dense_gguf()
     if model.quantization != "none":

@@ -76,6 +76,28 @@ def _judge(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return lse_C, nll_C, logits_CV.argmax(-1) == target_C
 
 
+def _frozen_chunk(
+    given: tuple[Tensor, Tensor, Tensor | None],
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    rule: tuple[float, float | None],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(loss, hit, gradient of the hidden states) of one chunk: a function, so that its logits die before the next."""
+    hidden_CH, target_C, weight_C = given
+    factor, cap = rule
+    logits_CV = _to_logits(functional.linear(hidden_CH, weight_VH, bias_V), factor, cap)
+    lse_C, nll_C, hit_C = _judge(logits_CV, target_C)
+    if weight_C is None:
+        return nll_C, hit_C, None
+    slope_CV = None if cap is None else 1 - (logits_CV / cap).square()
+    grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
+    grad_CV.scatter_add_(1, target_C[:, None], torch.full_like(lse_C, -1.0)[:, None])
+    grad_CV.mul_(weight_C[:, None] * factor)
+    if slope_CV is not None:
+        grad_CV.mul_(slope_CV)
+    return nll_C, hit_C, grad_CV.to(hidden_CH.dtype) @ weight_VH
+
+
 class _Frozen(torch.autograd.Function):
     """A head without adapters: losses, and the gradient of the hidden states made on the way."""
 
@@ -96,17 +118,10 @@ class _Frozen(torch.autograd.Function):
         grad_SH = torch.empty_like(hidden_SH) if wants_gradient else None
         for start in range(0, len(target_S), rows):
             part = slice(start, start + rows)
-            logits_CV = _to_logits(functional.linear(hidden_SH[part], weight_VH, bias_V), factor, cap)
-            lse_C, nll_S[part], hit_S[part] = _judge(logits_CV, target_S[part])
-            if grad_SH is None:
-                continue
-            slope_CV = None if cap is None else 1 - (logits_CV / cap).square()
-            grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
-            grad_CV.scatter_add_(1, target_S[part, None], torch.full_like(lse_C, -1.0)[:, None])
-            grad_CV.mul_(weight_S[part, None] * factor)
-            if slope_CV is not None:
-                grad_CV.mul_(slope_CV)
-            grad_SH[part] = grad_CV.to(hidden_SH.dtype) @ weight_VH
+            given = (hidden_SH[part], target_S[part], weight_S[part] if wants_gradient else None)
+            nll_S[part], hit_S[part], grad_CH = _frozen_chunk(given, weight_VH, bias_V, (factor, cap))
+            if grad_SH is not None and grad_CH is not None:
+                grad_SH[part] = grad_CH
         if grad_SH is not None:
             ctx.save_for_backward(grad_SH)
         ctx.mark_non_differentiable(nll_S, hit_S)

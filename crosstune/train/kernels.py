@@ -14,6 +14,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from crosstune.memory.gpus import Machine
+from crosstune.memory.precision import repeats_heads
+from crosstune.model import attention
 from crosstune.train.trace import StandIn, Temporaries
 
 
@@ -88,7 +91,7 @@ CUDA_TEMPORARIES: dict[str, Temporaries] = {
 }
 
 
-def cuda_attention(
+def flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -98,15 +101,27 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention as CUDA dispatches it: flash without a mask, memory-efficient with one.
+    """scaled_dot_product_attention as CUDA dispatches it in 16 bit: flash without a mask, memory-efficient with one.
 
     On meta PyTorch would take the math kernel, whose T x T matrices CUDA never makes.
     """
-    if attn_mask is None and query.dtype != torch.float32:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if key.shape[1] != query.shape[1]:
-        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+    if attn_mask is not None:
+        return efficient_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+
+
+def efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The same in fp32 and below compute capability 8.0."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # the C++ entry turns it into the query's type
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
     if attn_mask is not None:
@@ -131,9 +146,13 @@ def cpu_attention(
 
 
 @contextmanager
-def attention_of(kind: str) -> Iterator[None]:
-    """Let meta tensors take the attention kernel of a CUDA device or a CPU."""
-    with patch.object(
-        torch.nn.functional, "scaled_dot_product_attention", cuda_attention if kind == "cuda" else cpu_attention
+def attention_of(machine: Machine, precision: str) -> Iterator[None]:
+    """Let meta tensors take the attention kernel that the device would."""
+    kernel = cpu_attention if machine.kind == "cpu" else flash_attention
+    if repeats_heads(machine, precision):
+        kernel = efficient_attention
+    with (
+        patch.object(torch.nn.functional, "scaled_dot_product_attention", kernel),
+        patch.object(attention, "scaled_dot_product_attention", kernel),
     ):
         yield

@@ -22,8 +22,10 @@ from crosstune.data.batches import Batch
 from crosstune.memory.allocator import Event, Replay, replay
 from crosstune.memory.estimate import Settings
 from crosstune.memory.gpus import Machine
+from crosstune.memory.precision import repeats_heads
 from crosstune.model import head
 from crosstune.model.attach import Slots, attached, resolve_targets
+from crosstune.model.attention import REPEATED, register
 from crosstune.model.base import DTYPES, Base
 from crosstune.recipe import Evaluate, Lora, Train
 from crosstune.train import step as training
@@ -61,8 +63,8 @@ def rehearse(
     """
     hidden = CUDA_TEMPORARIES if machine.kind == "cuda" else CPU_TEMPORARIES
     tracker = Tracker(hidden, STAND_INS)
-    with _as_on(machine.kind), tracker:
-        base = meta_base(config, settings)
+    with _as_on(machine, settings.precision), tracker:
+        base = meta_base(config, settings, machine)
         tracker.track_module(base.model)
         tracker.trace.append(("empty", 0, 0))
         tracker.mark("base")
@@ -90,15 +92,19 @@ def go_through(
             mark("evaluation")
 
 
-def meta_base(config: Mapping[str, Any], settings: Settings) -> Base:
+def meta_base(config: Mapping[str, Any], settings: Settings, machine: Machine) -> Base:
     """The base as `load_base` would leave it, without data."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {key: value for key, value in config.items() if key != "model_type"}
     known = AutoConfig.for_model(config["model_type"], **values)
     dtype = DTYPES[settings.precision]
+    attention = "sdpa"
+    if repeats_heads(machine, settings.precision):
+        register()
+        attention = REPEATED
     with META:
-        model = AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation=attention)
     base = Base(model, None, META, dtype, known.model_type)
     if settings.quantization != "none":
         quantize_linears(base, settings.quantization, double_quant=settings.double_quant)
@@ -136,11 +142,11 @@ def _evaluate(slots: Slots, settings: Settings, tokens: int) -> None:
 
 
 @contextmanager
-def _as_on(kind: str) -> Iterator[None]:
-    """Let code that asks for the device's type take the branch of `kind`."""
+def _as_on(machine: Machine, precision: str) -> Iterator[None]:
+    """Let code that asks for the device's type take the branch of this device."""
     with ExitStack() as stack:
-        stack.enter_context(attention_of(kind))
-        stack.enter_context(patch.dict(head.CHUNK_BYTES, {"meta": head.CHUNK_BYTES[kind]}))
+        stack.enter_context(attention_of(machine, precision))
+        stack.enter_context(patch.dict(head.CHUNK_BYTES, {"meta": head.CHUNK_BYTES[machine.kind]}))
         yield
 
 

@@ -292,6 +292,25 @@ def test_a_missing_file_names_its_neighbour(tmp_path):
     assert "rows.jsonl" in caught.value.fix
 
 
+@pytest.mark.parametrize("name", ["rows", "tests/rows", "./rows", "a/b/c", "rows.jsonl", "a/rows.csv"])
+def test_a_path_that_is_not_there_is_not_asked_of_the_hub(monkeypatch, name):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="does not exist"):
+        load(name)
+
+
+def test_a_hub_id_that_the_hub_does_not_have_is_a_data_error(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise datasets.exceptions.DatasetNotFoundError("no such data set")
+
+    monkeypatch.setattr(datasets, "load_dataset", missing)
+    with pytest.raises(DataError, match=r"no file here.*no such data set"):
+        load("someone/rows")
+
+
 def test_without_datasets_a_hub_id_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtra, match="datasets"):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from crosstune.data.load import load_rows
 from crosstune.data.render import Renderer, Span, render_row
@@ -136,6 +138,29 @@ def test_each_turn_is_found_in_every_kind_of_template(tokenizer, name):
     gap = " " if name == "pairs in brackets" else ""
     assert said == [f"Because.{gap}{EOT}", f"Yes.{gap}{EOT}"]
     assert whole(tokenizer, talk("Why?", "Because.", "Because?", "Yes.")).count("<|start_header_id|>assistant") in (0, 2)
+
+
+PIECES = [*"ab \n<|>[]/é", "<|eot_id|>", "assistant", "\u3000"]
+WORDS = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("name", ["as it is", "line end after the turn", "always open", "never open", "eos at the very end", "marked, end left out"])
+def test_any_answer_is_found_whole_and_the_spans_are_the_rendered_row(tokenizer, name):
+    tokenizer.chat_template = TEMPLATES[name]
+    renderer = Renderer(tokenizer, Data(path="x"))
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3))
+    def check(pairs):
+        record = talk(*(text for pair in pairs for text in pair))
+        (row,) = rows_of(record)
+        spans = renderer.spans(row)
+        rendered = tokenizer.apply_chat_template(record["messages"], tokenize=False)
+        assert "".join(s.text for s in spans) == rendered.removesuffix(renderer.template.tail)
+        shown = [answer.strip() if name in ("as it is", "always open") else answer for _, answer in pairs]
+        assert [s.text for s in spans if s.learn] == [answer + EOT for answer in shown]
+
+    check()
 
 
 def test_a_template_that_always_opens_a_turn_is_said_and_its_header_cut(tokenizer):

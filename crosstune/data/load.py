@@ -140,11 +140,10 @@ def _capped(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def _is_hub_id(name: str) -> bool:
-    return (
-        bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name))
-        and not name.startswith(".")
-        and Path(name).suffix.lower() not in {*SUFFIXES, ".gz", ".zip", ".txt"}
-    )
+    """owner/name, unless that is a file that isn't there: asking the hub for a misspelt path takes half a minute."""
+    owner = name.partition("/")[0]
+    named_as_file = Path(name).suffix.lower() in {*SUFFIXES, ".gz", ".zip", ".txt"}
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)) and not named_as_file and not Path(owner).exists()
 
 
 def _hub_dataset(name: str, split: str) -> Any:

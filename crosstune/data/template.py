@@ -183,7 +183,7 @@ class ChatTemplate:
     def _with_end(self, text: str, start: int, end: int) -> Region:
         """Marks of a template may leave the end-of-turn token out: a model that never learns it never stops."""
         for closing in (self.ends.last, self.ends.mid):
-            if closing and not text.endswith(closing, start, end) and text.startswith(closing, end):
+            if closing and text.startswith(closing, end):
                 end += len(closing)
                 break
         return self._trimmed(text, start, end)

@@ -96,6 +96,7 @@ def test_template_made_questions_are_no_near_duplicates(tmp_path: Path) -> None:
         "Set OPENAI_API_KEY=sk-xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
         'Answer in JSON: {"role": "admin", "content": null} or ["a", {"value": 1}].',
         "MANHÃ» e MAÇÃ são palavras; Âmbar também. São Paulo, coração, à noite.",
+        "A cell of 200 Å², 5.4 Å³ in volume; see «Å» and «Ã» in the table.",
         "Zürich, naïve, façade, Ångström, smörgåsbord, Łódź, İstanbul, Đà Nẵng.",
         "First\tsecond\r\nthird\x0cfourth \x1b[1mbold\x1b[0m",
         "Is 3 <| 4 or 3 |> 4? ### Notes follow: - one",

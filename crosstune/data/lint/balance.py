@@ -18,6 +18,7 @@ MOST_CLASSES = 50  # a column with more values is no class
 RATIO = 10
 FEWEST_ROWS = 20
 RARE_SHARE = 0.1
+FEWEST_KNOWN = 10  # rows whose language can be told: one in ten is then a single row
 LOOKED_AT = 20_000  # rows whose language is told; later ones cost time and change nothing
 FIRST_CHARACTERS = 600
 # The commonest words; those that two of these languages share are taken out below.
@@ -92,7 +93,7 @@ class Languages:
 
     def findings(self) -> Iterator[Finding]:
         known = sum(self.counts.values())
-        if known < FEWEST_ROWS:
+        if known < FEWEST_KNOWN:
             return
         most, many = self.counts.most_common(1)[0]
         rows = sorted(row for name, numbers in self.rare.items() if name != most for row in numbers)

@@ -147,7 +147,7 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> ReadyTokenizer:
     stop_ids = find_stop_ids(tokenizer)
     pad, findings = choose_pad(tokenizer, stop_ids)
     tokenizer.pad_token = pad
-    return ReadyTokenizer(tokenizer, tokenizer.convert_tokens_to_ids(pad), stop_ids, tuple(findings))
+    return ReadyTokenizer(tokenizer, tokenizer.get_vocab()[pad], stop_ids, tuple(findings))
 
 
 class Look:

@@ -79,8 +79,9 @@ def _is_turn(value: Any) -> bool:
 
 # UTF-8 read as Windows-1252 or Latin-1: "é" becomes "Ã©", "’" becomes "â€™". The second characters are those of the
 # commonest letters and quotes; what also occurs in right text (Portuguese "MANHÃ»", "Â" before a blank) is left out.
+_SECOND = "[¡-ª¬-º¼-¿€‚ƒ„†‡ˆ‰Š‹ŒŽ‘“•˜™š›œžŸ\u0080-\u009f]"
 MOJIBAKE = re.compile(
-    "Ã[©¨ª¢¤¼¶§±³¡®´²¹\u00ad\u0083\u009f]|â€[™œ“”˜¦\u009d]|â\u0080[\u0090-\u00a6]|Â[°£©®·¿¡]|ï»¿|ðŸ[\u0080-\u00bf˜™š›œ]"
+    rf"Ã{_SECOND}|Å[‚„ˆ‡›™¡¯¼¾]|â€[™œ“”˜¦\u009d]|â\u0080[\u0090-\u00a6]|Â[°£©®·¿¡]|ï»¿|ðŸ[\u0080-\u00bf˜™š›œ]"
 )
 
 

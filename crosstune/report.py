@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 
 from crosstune import __version__
+from crosstune.errors import RunError
 from crosstune.result import make_report
+from crosstune.review import learning_curve, read_review, say_learning_curve
 from crosstune.store.run import Run
 from crosstune.units import bytes_words, seconds_words
 from crosstune.yaml_text import dump_yaml, write_text
 
 WIDTH, HEIGHT, MARGIN = 800, 220, 20
 HARDEST_ROWS = 20
+MOST_SUSPECTS = 50
 
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
@@ -38,6 +41,14 @@ def report_page(run: Run) -> str:
         sentence=sentence(report),
         trials=[{**trial, "chart": loss_chart(run, trial["trial"])} for trial in report["trials"]],
         failed=report["failed"],
+        conclusion=report["conclusion"] if len(report["trials"]) > 1 else "",
+        ranking=report["ranking"] if len(report["trials"]) > 1 else [],
+        metric=str(run.stored_recipe()["sweep"].get("metric", "loss")),
+        metrics=metric_rows(report),
+        baselines=list(report["baselines"]),
+        labels=report["labels"],
+        curve=_learning_curve(run),
+        suspects=read_review(run)[:MOST_SUSPECTS] if (run.folder / "suspects.csv").is_file() else (),
         hardest=hardest_rows(run),
         recipe=dump_yaml(run.stored_recipe()),
         seconds=seconds_words(report["seconds"]),
@@ -61,6 +72,24 @@ def sentence(report: Mapping[str, Any]) -> str:
         f"On rows never seen, trial {best['trial']} has a mean loss of {best['mean']:.4f}{known}; "
         f"it is below the untuned base's in {better} of {len(best['folds'])} folds."
     )
+
+
+def metric_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row a trial and metric: over folds, pooled, and the baselines on the same rows."""
+    return [
+        {"trial": trial["trial"], "metric": name, **summary,
+         "baselines": [scores.get(name) for scores in report["baselines"].values()]}
+        for trial in report["trials"]
+        for name, summary in trial["metrics"].items()
+    ]  # fmt: skip
+
+
+def _learning_curve(run: Run) -> str:
+    """What twice the rows would change, where shares were swept."""
+    try:
+        return say_learning_curve(learning_curve(run))
+    except RunError:
+        return ""
 
 
 def loss_chart(run: Run, trial: int) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from crosstune.cli import main
 from crosstune.data.load import load_rows
 from crosstune.errors import RunError
 from crosstune.recipe import Data, Recipe
+from crosstune.report import report_page
 from crosstune.result import Result
 from crosstune.review import compare_runs, epoch_choice, learning_curve, review_rows, say_learning_curve
 from crosstune.scores import record_pooled
@@ -135,3 +136,12 @@ def test_the_best_epoch_and_its_plateau(tmp_path):
     assert choice.best in (3, 4) and (choice.first, choice.last) == (3, 4)
     with pytest.raises(RunError, match="epoch by epoch"):
         epoch_choice(Run.read(make_run(tmp_path / "other", rows, np.array([[1.5] * FOLDS]))))
+
+
+def test_the_page_shows_conclusion_metrics_and_suspects(tmp_path):
+    rows = made_rows(tmp_path)
+    losses = np.array([[1.0, 1.2, 0.9, 1.1, 1.0], [1.5, 1.7, 1.4, 1.6, 1.51]])
+    page = report_page(Run.read(make_run(tmp_path / "run", rows, losses)))
+    assert "better than rank=16" in page and "<td>worse</td>" in page
+    part = page[page.index("Rows that look wrong") :]
+    assert part.index("<td>4</td>") < part.index("answers otherwise")

@@ -39,10 +39,11 @@ def demo_recipe(
     """Write the demo's rows beside the run folder, find its model, and return its recipe."""
     chosen = choose_rows(read_corpus(), size.rows, size.folds)
     file = Path(f"{out.rstrip('/')}-rows.jsonl")
-    model = model or find_model(progress)
+    # SmolLM2's own padding token ends turns, which would be replaced with a warning.
+    base = {"name": model} if model else {"name": find_model(progress), "pad_token": "<|endoftext|>"}
     recipe = Recipe.build(
         {
-            "model": model,
+            "model": base,
             "data": {"path": str(file), "max_tokens": 256},
             "folds": {"kind": "stratified", "k": size.folds, "by": "category", "seed": 7},
             "lora": {"rank": 8, "alpha": 16},

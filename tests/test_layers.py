@@ -1,6 +1,7 @@
 """The list is the architecture: a file may import only files above it."""
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +14,18 @@ ORDER = """
     data.rows data.lines data.json_file data.table_file data.files data.turns data.shapes data.load
     data.control data.turn_ends data.template data.render data.encode data.tokenizer data.token_cache data.token_faults data.tokens data.batches data.questions
     fold_units leaks splits
-    memory.shape memory.gpus memory.precision memory.visible memory.estimate memory.speed memory.allocator memory.widths memory.ways memory.plan memory.config memory.picture memory.explain
+    memory.shape memory.gpus memory.precision memory.visible memory.block memory.estimate memory.speed memory.allocator memory.widths memory.ways memory.plan memory.config memory.picture memory.explain
     data.lint.fault data.lint.faults_file data.lint.faults_rows data.lint.faults_tokens data.lint.faults_folds data.lint.faults_settings
     data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.kept data.lint.duplicates data.lint.lengths
     data.lint.balance data.lint.embedding data.lint.base data.lint.settings data.lint.folds data.lint.report data.lint.rowpass
     data.lint.tokenpass data.lint.onepass
     store.files store.secrets store.journal store.lock store.same store.run scores review
-    model.device model.lora model.attention model.base model.frozen_int8 model.attach model.head
+    model.device model.triton_kernels model.elementwise model.lora model.attention model.base model.frozen_int8 model.frozen model.bundle model.block model.attach model.head
     train.lane train.optimizer train.step train.evaluate train.generate train.choice train.exam train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.wave
     workers.waves workers.local workers.worker workers.ray workers.examine workers.schedule
     export.folder export.card export.weights export.turns export.serve export.adapter export.saved export.merger
     export.companions export.verify export.quantize export.origin export.merge export.answer export.gguf_tokens export.gguf export.average
-    asked record result report inputs crossval fitted fit_record fitting deploy score_table ranking_table doctor demo_model demo init
+    asked record result report inputs crossval nested fitted fit_record fitting deploy score_table ranking_table doctor demo_model demo init
     verbs.words verbs.train verbs.look verbs.deploy cli
 """.split()  # noqa: SIM905
 NEEDS_TORCH = ("model", "train", "workers", "export", "record")
@@ -90,3 +91,22 @@ def test_public_names_are_sorted_complete_and_lazy():
 
     assert crosstune.__all__ == sorted(crosstune.__all__) == sorted(crosstune._HOMES)
     assert all(crosstune.__getattr__(name).__module__.startswith("crosstune.") for name in crosstune.__all__)
+
+
+def test_the_readme_names_every_file_beside_its_folders():
+    tree = (PACKAGE.parent / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    beside = {name for name in FILES if "." not in name}
+    assert not {name for name in beside if f"{name}.py" not in tree} - {
+        "interrupt",
+        "units",
+        "record",
+        "fitted",
+        "fit_record",
+    }
+    assert not {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists() and f"{p.name}/" not in tree}
+
+
+def test_the_page_of_files_is_current():
+    page = runpy.run_path(str(PACKAGE.parent / "docs" / "write_files_page.py"))["files_page"]()
+    written = (PACKAGE.parent / "docs" / "files.md").read_text(encoding="utf-8")
+    assert written == page, "python docs/write_files_page.py"

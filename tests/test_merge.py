@@ -75,6 +75,17 @@ def test_merged_equals_base_and_adapter_over_shards_ties_and_targets(tmp_path, d
         assert abs(sizes[0] - sizes[1]) < 2000  # headers only: no doubling through another dtype
 
 
+@pytest.mark.parametrize("targets", [TARGETS, (*TARGETS, "lm_head")], ids=["all", "head"])
+def test_a_tied_base_may_be_stored_under_the_heads_name(tmp_path, targets):
+    base = make_tiny(tmp_path / "base", tie=True)
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    export(tmp_path / "adapter", base, Lora(rank=4, alpha=8), targets)
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    assert_same_function(base, tmp_path / "adapter", tmp_path / "merged")
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -75,9 +75,11 @@ def plan_merge(weights: BaseWeights, adapter: SavedAdapter, dtype: torch.dtype |
     is_tied = weights.is_tied and not _unties(adapter)
     sources = dict(files)  # name in the model → tensor of the base
     if weights.is_tied:
-        sources.pop(head, None)  # a copy of the input embedding, where the file has one at all
+        shared = files.get(embedding) or files[head]  # safetensors keeps one of the two names, and it may be either
+        sources.pop(head, None)
+        sources[embedding] = shared
         if not is_tied:
-            sources[head] = files[embedding]
+            sources[head] = shared
     absent = sorted(set(adapter.changes) - set(sources) - ({head} if is_tied else set()))
     if absent:
         raise ModelError(
@@ -85,7 +87,7 @@ def plan_merge(weights: BaseWeights, adapter: SavedAdapter, dtype: torch.dtype |
             "This architecture is stored under other names than the model's; use PEFT's merge_and_unload for it.",
         )
     refuse_unmergeable(weights, [sources[name] for name in adapter.changes if name in sources])
-    written = {name if files.get(name) is None else files[name]: (name, source) for name, source in sources.items()}
+    written = {files.get(name, name): (name, source) for name, source in sources.items()}
     shapes, dtypes = {}, {}
     for out, (name, source) in written.items():
         change = adapter.changes.get(name)

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import save_torch_model
+from huggingface_hub import save_torch_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from crosstune.errors import MissingExtra
-from crosstune.export.adapter import write_json
 from crosstune.export.merger import MOST_SHARD_BYTES
 from crosstune.export.verify import quiet_loading
+from crosstune.model.base import DTYPES, load_base
+from crosstune.recipe import Model
 
 Quantization = Literal["none", "nf4", "int8"]
 
@@ -36,19 +37,30 @@ def write_plain(source: Path, out: Path, dtype: torch.dtype) -> None:
     """Write the quantised folder or .gguf file `source` to `out` in 16 or 32 bit; the whole model is in memory."""
     with quiet_loading(), redirect_stderr(io.StringIO()):  # transformers' GGUF reader has a bar that nothing turns off
         if source.suffix == ".gguf":
-            model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype)
+            model = load_base(
+                Model(name=str(source)), None, device=torch.device("cpu"), precision=_precision(dtype)
+            ).model
             AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
         else:
             need_bitsandbytes()
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map={"": "cpu"}).dequantize()
+        # Not model.save_pretrained: it refuses a model that came from GGUF as "quantized" (transformers 5.24).
+        state = torch.nn.Module.to(model, dtype).state_dict()
+        if model.config.tie_word_embeddings:
+            head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+            state.pop(f"{head}.weight", None)
         out.mkdir(parents=True, exist_ok=True)
-        # Not save_pretrained: it refuses a model that came from GGUF as "quantized" (transformers 5.24).
-        save_torch_model(torch.nn.Module.to(model, dtype), out, max_shard_size=MOST_SHARD_BYTES)
-        config = model.config.to_dict()
-        config.pop("quantization_config", None)
-        write_json(out / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+        save_torch_state_dict(state, out, max_shard_size=MOST_SHARD_BYTES)
+        model.config.dtype = dtype
+        if "quantization_config" in model.config.to_dict():
+            del model.config.quantization_config
+        model.config.save_pretrained(out)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(out)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def need_bitsandbytes() -> None:

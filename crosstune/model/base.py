@@ -111,6 +111,7 @@ class Base:
         }
         self.model.requires_grad_(False)
         self.model.eval()
+        _keep_gradients(self.model)
 
     def release(self) -> None:
         """Give a passed-in model back with the flags it had."""
@@ -224,6 +225,17 @@ def _quantization(model: Model, dtype: torch.dtype) -> Any:
         bnb_4bit_use_double_quant=model.double_quant,
         bnb_4bit_compute_dtype=dtype,
     )
+
+
+def _keep_gradients(model: Any) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights on a CPU with AVX-512 BF16.
+
+    It does so at a layer's first product in eval mode that needs no gradient, for a kernel that has no backward pass:
+    from then on every gradient through that layer is lost, without an error (0.49 to 0.50, nn.Linear4bit.forward).
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.support_avx512bf16_for_cpu = False
 
 
 def _refuse_spread(base: Base) -> None:

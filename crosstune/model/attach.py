@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from crosstune.errors import ModelError
 from crosstune.model.base import Base
+from crosstune.model.block import FUSED_ON, fused_block, fused_norm
+from crosstune.model.bundle import Bundle, BundledLinear
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
 from crosstune.model.lora import Adapters, Dropout, LaneLinear, Pass
 from crosstune.recipe import Lora
@@ -137,7 +140,8 @@ class Slots:
 
     def views(self, flat_KP: Tensor, site: Site) -> tuple[Tensor, Tensor]:
         """A (K, R, I) and B (K, O, R) of one layer, as views."""
-        a = flat_KP[:, site.a_start : site.b_start].view(self.num_lanes, self.rank, site.in_features)
+        end = site.a_start + self.rank * site.in_features
+        a = flat_KP[:, site.a_start : end].view(self.num_lanes, self.rank, site.in_features)
         end = site.b_start + self.rank * site.out_features
         return a, flat_KP[:, site.b_start : end].view(self.num_lanes, site.out_features, self.rank)
 
@@ -145,20 +149,40 @@ class Slots:
         """Replace the target layers by LaneLinear, and let the first layers recompute their activations."""
         modules = dict(self.base.model.named_modules())
         for site in self.sites:
-            parent_name, _, leaf = site.name.rpartition(".")
             a, b = (nn.Parameter(view) for view in self.views(self.master_KP, site))
             adapters = Adapters(a, b, self.views(self.copy_KP, site), self.views(self.grad_KP, site))
-            adapted = LaneLinear(modules[site.name], site.name, self.now, adapters)
-            setattr(modules[parent_name], leaf, adapted)
-            self._replaced.append((modules[parent_name], leaf, modules[site.name]))
+            layer = LaneLinear(modules[site.name], site.name, self.now, adapters)
+            bundle = Bundle.of([layer], self.now, self.base.dtype)
+            layer.alone = None if bundle is None else partial(BundledLinear.apply, bundle, bundle.leaf)
+            self._replace(site.name, layer)
         self._int8 = keep_no_inputs(self.base.model)
-        layer: Any  # transformers sets these attributes on its own layers too
-        for layer in self.base.decoder_layers[:checkpointed_layers]:
+        if FUSED_ON[self.base.device.type]:
+            self._fuse()
+        block: Any  # transformers sets these attributes on its own blocks too
+        for block in self.base.decoder_layers[:checkpointed_layers]:
             # transformers' own layers (modeling_layers.GradientCheckpointingLayer) check these three; the layer alone
             # is put into training mode, not its children, so the base's own dropouts stay off.
-            layer.gradient_checkpointing, layer.training = True, True
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-            self._checkpointed.append(layer)
+            block.gradient_checkpointing, block.training = True, True
+            block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            self._checkpointed.append(block)
+
+    def _fuse(self) -> None:
+        """Put fused nodes in the place of blocks that are known, and of the norm after them."""
+        names = {module: name for name, module in self.base.model.named_modules()}
+        blocks, dtype = self.base.decoder_layers, self.base.dtype
+        fused: list[nn.Module | None] = [fused_block(block, self.now, dtype) for block in blocks]
+        if None in fused:
+            return
+        ends = list(self.base.decoder.children())
+        for old, new in zip([*blocks, *ends], [*fused, *map(fused_norm, ends)], strict=True):
+            if new is not None:
+                self._replace(names[old], new)
+
+    def _replace(self, name: str, module: nn.Module) -> None:
+        parent_name, _, leaf = name.rpartition(".")
+        parent = self.base.model.get_submodule(parent_name)
+        self._replaced.append((parent, leaf, getattr(parent, leaf)))
+        setattr(parent, leaf, module)
 
     def take_out(self) -> None:
         """Leave the base exactly as it was."""
@@ -246,12 +270,18 @@ def attached(base: Base, specs: Sequence[LaneSpec], *, checkpointed_layers: int 
 
 
 def _lay_out(base: Base, specs: Sequence[LaneSpec], rank: int) -> list[Site]:
+    """Sites in the model's order. The A of layers under one parent lie together, so that those which read one tensor
+    (query, key, value) can be read as one matrix."""
     wanted = {name for spec in specs for name in spec.targets}
+    sizes = [(name, size) for name, size in linear_sizes(base).items() if name in wanted]
     sites, start = [], 0
-    for name, (inputs, outputs) in linear_sizes(base).items():
-        if name in wanted:
-            sites.append(Site(name, inputs, outputs, start, start + rank * inputs))
-            start += rank * (inputs + outputs)
+    for _, group in groupby(sizes, key=lambda named: named[0].rpartition(".")[0]):
+        members = list(group)
+        b_start = start + rank * sum(inputs for _, (inputs, _) in members)
+        for name, (inputs, outputs) in members:
+            sites.append(Site(name, inputs, outputs, start, b_start))
+            start, b_start = start + rank * inputs, b_start + rank * outputs
+        start = b_start
     return sites
 
 

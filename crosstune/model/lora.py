@@ -29,11 +29,15 @@ Shapes: K lanes, S tokens of a lane, I inputs, O outputs, R largest rank.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from crosstune.model.elementwise import triton_for
 
 # MurmurHash3's two finaliser constants, as signed 32-bit numbers: torch has no unsigned arithmetic on every device.
 _MIX_1, _MIX_2 = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
@@ -54,6 +58,8 @@ class Dropout:
 
     def apply(self, x_KSI: Tensor, columns_I: Tensor) -> Tensor:
         """`x` with dropped elements zero and the others scaled."""
+        if kernels := triton_for(x_KSI):
+            return kernels.dropout(x_KSI, self.key_KS, columns_I, self.threshold_K, self.scale_K)
         hash_KSI = self.key_KS[:, :, None] ^ columns_I
         hash_KSI.mul_(_MIX_1)
         hash_KSI.bitwise_xor_(hash_KSI >> 13)
@@ -128,6 +134,10 @@ class Pass:
         self.dropout: Dropout | None = None
         self.bypass = False  # True: the bare base answers
 
+    def dropout_of_training(self) -> Dropout | None:
+        """None without autograd: nothing is dropped from what is scored."""
+        return self.dropout if torch.is_grad_enabled() else None
+
 
 class LaneLinear(nn.Module):
     """A frozen linear layer and its K adapters."""
@@ -138,22 +148,39 @@ class LaneLinear(nn.Module):
         self.name, self.now, self.adapters = name, now, adapters
         self.num_lanes, _, self.in_features = adapters.a_KRI.shape
         self.out_features = adapters.b_KOR.shape[1]
-        self.columns_I: Tensor | None = None
+        # base and adapters as one node (bundle.py)
+        self.alone: Callable[[Tensor, Dropout | None], Tensor] | None = None
+        self._columns_I: Tensor | None = None
+
+    def columns(self) -> Tensor:
+        """The part of dropout's hash that is this layer's."""
+        if self._columns_I is None:
+            self._columns_I = hashed_columns(self.name, self.in_features, self.adapters.a_KRI.device)
+        return self._columns_I
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
         if self.now.bypass:
-            return y
-        # All lanes' tokens in equal blocks is what makes one batched product right. A layer that is called with
-        # some of the tokens (experts of a mixture) would mix lanes: attach.py refuses those by name, this by count.
+            return self.base(x)
+        # All lanes' tokens in equal blocks is what makes one batched product right. A layer that is called with some
+        # of the tokens only (experts of a mixture) would mix lanes: attach.py refuses those by name, this by count.
         assert x.shape[0] % self.num_lanes == 0, f"{self.name} was given rows that don't divide among the lanes"
-        dropout = None
-        if self.now.dropout is not None and torch.is_grad_enabled():
-            if self.columns_I is None:
-                self.columns_I = hashed_columns(self.name, self.in_features, x.device)
-            dropout = (self.now.dropout, self.columns_I)
-        dtype = self.adapters.copies[0].dtype
+        dtype, dropout = self.adapters.copies[0].dtype, self.now.dropout_of_training()
+        if self.alone is not None and x.dtype == dtype:
+            return self.alone(x.reshape(-1, self.in_features), dropout).view(*x.shape[:-1], self.out_features)
+        y = self.base(x)
         x_KSI = x.reshape(self.num_lanes, -1, self.in_features).to(dtype)
         y_KSO = y.reshape(self.num_lanes, -1, self.out_features).to(dtype)
-        out = LaneProduct.apply(y_KSO, x_KSI, self.adapters.a_KRI, self.adapters, self.now.scale_K, dropout)
+        masked = None if dropout is None else (dropout, self.columns())
+        out = LaneProduct.apply(y_KSO, x_KSI, self.adapters.a_KRI, self.adapters, self.now.scale_K, masked)
         return out.reshape(y.shape).to(y.dtype)
+
+
+def joined(views_KRI: Sequence[Tensor]) -> Tensor | None:
+    """Views of one tensor that lie next to each other, as one view along R; None where they don't."""
+    for one, other in pairwise(views_KRI):
+        if other.storage_offset() != one.storage_offset() + one.shape[1] * one.shape[2]:
+            return None
+    if not views_KRI:
+        return None
+    first, ranks = views_KRI[0], sum(view.shape[1] for view in views_KRI)
+    return first.as_strided((first.shape[0], ranks, first.shape[2]), first.stride(), first.storage_offset())

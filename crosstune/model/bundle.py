@@ -1,0 +1,230 @@
+"""Frozen linear layers that read one tensor, with their adapters: one product for all, one gradient of the input.
+
+lora.py has the mathematics; here it is arranged so that large tensors are read and written as rarely as can be:
+
+- Outputs lie side by side in one tensor (N, O). The adapters' part is written first, B (s · A drop(x)), and the base's
+  product is added to it by the matrix product itself; so is a residual. Backward, ∂L/∂x is the adapters' part, glow A,
+  to which the matrix product adds g W. Autograd adds nothing.
+- The A of all the layers are read as one matrix where they lie next to each other (attach.py sees to it), so x is read
+  once for all of them.
+- A 4-bit weight is made in 16 bit once for all the layers, side by side.
+
+A bundle keeps nothing between forward and backward; its caller does. Where x is a normed tensor, x = h · r ∘ w, the
+caller needs to keep h only: ∂L/∂A = glowᵀ x = ((glow · r)ᵀ h) ∘ w.
+
+Shapes: K lanes, S tokens of a lane, N = K·S, I inputs, O outputs of all layers, R ranks of all adapted layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crosstune.model.frozen import EightBit, FourBit, Frozen, frozen
+from crosstune.model.lora import Dropout, LaneLinear, Pass, joined
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer of a bundle: its columns of the output, and its rows of the low-rank tensor if it has adapters."""
+
+    frozen: Frozen
+    columns: slice
+    layer: LaneLinear | None
+    ranks: slice
+
+
+@dataclass(frozen=True)
+class Normed:
+    """What turns the tensor that was kept into the one that was read: x = h · r ∘ w."""
+
+    inverse_N: Tensor
+    weight_H: Tensor
+
+
+class Bundle:
+    """Frozen layers with one input, adapted or not."""
+
+    def __init__(self, layers: Sequence[nn.Module], now: Pass, matrices: Sequence[Frozen]) -> None:
+        self.now, self.parts = now, []
+        outputs = ranks = 0
+        for layer, matrix in zip(layers, matrices, strict=True):
+            lane = layer if isinstance(layer, LaneLinear) else None
+            rank = lane.adapters.a_KRI.shape[1] if lane else 0
+            columns = slice(outputs, outputs + matrix.out_features)
+            self.parts.append(Part(matrix, columns, lane, slice(ranks, ranks + rank)))
+            outputs, ranks = columns.stop, ranks + rank
+        self.inputs, self.outputs, self.ranks = matrices[0].in_features, outputs, ranks
+        self.adapted = [(part, part.layer) for part in self.parts if part.layer is not None]
+        self.num_lanes = now.scale_K.shape[0]
+        self.a_KRI = joined([layer.adapters.copies[0] for _, layer in self.adapted])
+        self.grad_a_KRI = joined([layer.adapters.grads[0] for _, layer in self.adapted])
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], now: Pass, dtype: torch.dtype) -> Bundle | None:
+        """The layers as one bundle; None if one of them is of a kind that only computes by itself."""
+        matrices = [frozen(layer.base if isinstance(layer, LaneLinear) else layer, dtype) for layer in layers]
+        known = [matrix for matrix in matrices if matrix is not None]
+        return cls(layers, now, known) if len(known) == len(matrices) else None
+
+    @property
+    def leaf(self) -> Tensor | None:
+        """A parameter among the inputs of a node, by which autograd knows that its output has a gradient."""
+        return self.adapted[0][1].adapters.a_KRI if self.adapted else None
+
+    def forward(
+        self, x_NI: Tensor, dropout: Dropout | None, add_NO: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(outputs side by side plus `add_NO`, the low-rank tensor that `backward` wants)."""
+        low_KSR = None if self.now.bypass or not self.adapted else self._low(x_NI, dropout)
+        y_NO = self._begin(x_NI, low_KSR, add_NO)
+        for columns, matrix in self._weights():
+            y_NO[:, columns].addmm_(x_NI, matrix.t())
+        for part in self.parts:
+            if not self._is_plain(part):
+                part.frozen.add_product(y_NO[:, part.columns], x_NI)
+        return y_NO, low_KSR
+
+    def backward(
+        self,
+        g_NO: Tensor,
+        x_NI: Tensor,
+        low_KSR: Tensor | None,
+        dropout: Dropout | None,
+        *,
+        normed: Normed | None = None,
+        wants_input: bool = True,
+    ) -> Tensor | None:
+        """Add the gradients of A and B to theirs; return that of the input."""
+        g_low_KSR = self.low_gradient(g_NO, low_KSR)
+        self.add_a_gradient(g_low_KSR, x_NI, dropout, normed)
+        return self.input_gradient(g_NO, g_low_KSR, dropout) if wants_input else None
+
+    def low_gradient(self, g_NO: Tensor, low_KSR: Tensor | None) -> Tensor | None:
+        """The gradient of A drop(x); adds the gradient of B to its own on the way."""
+        if low_KSR is None:
+            return None
+        g_low_KSR, g_KSO = torch.empty_like(low_KSR), self._by_lane(g_NO)
+        for part, layer in self.adapted:
+            g, low = g_KSO[:, :, part.columns], low_KSR[:, :, part.ranks]
+            layer.adapters.grads[1].add_(torch.bmm(g.transpose(1, 2), low))
+            torch.bmm(g, layer.adapters.copies[1], out=g_low_KSR[:, :, part.ranks])
+        return g_low_KSR.mul_(self.now.scale_K[:, None, None])
+
+    def add_a_gradient(
+        self, g_low_KSR: Tensor | None, x_NI: Tensor, dropout: Dropout | None, normed: Normed | None = None
+    ) -> None:
+        """Add the gradient of A to its own. `x_NI` is the input, or with `normed` what was normed into it."""
+        if g_low_KSR is None:
+            return
+        x_KSI = self._by_lane(x_NI)
+        if normed is not None:
+            g_low_KSR = (g_low_KSR * normed.inverse_N.view(self.num_lanes, -1, 1)).to(x_NI.dtype)
+        together = dropout is None and self.grad_a_KRI is not None
+        for part, layer in self.adapted[:1] if together else self.adapted:
+            ranks, grad_KRI = part.ranks, layer.adapters.grads[0]
+            if together and self.grad_a_KRI is not None:
+                ranks, grad_KRI = slice(None), self.grad_a_KRI
+            x = x_KSI if dropout is None else dropout.apply(x_KSI, layer.columns())
+            found_KRI = torch.bmm(g_low_KSR[:, :, ranks].transpose(1, 2), x)
+            if normed is None:
+                grad_KRI.add_(found_KRI)
+            else:
+                grad_KRI.addcmul_(found_KRI, normed.weight_H)
+
+    def input_gradient(self, g_NO: Tensor, g_low_KSR: Tensor | None, dropout: Dropout | None) -> Tensor:
+        """glow A + g W."""
+        if g_low_KSR is None:
+            gx_NI = g_NO.new_zeros(len(g_NO), self.inputs)
+        else:
+            gx_NI = self._through_a(g_low_KSR, dropout).view(-1, self.inputs)
+        for columns, matrix in self._weights(backward=True):
+            gx_NI.addmm_(g_NO[:, columns], matrix)
+        return gx_NI
+
+    def _low(self, x_NI: Tensor, dropout: Dropout | None) -> Tensor:
+        x_KSI = self._by_lane(x_NI)
+        if dropout is None and self.a_KRI is not None:
+            low_KSR = torch.bmm(x_KSI, self.a_KRI.transpose(1, 2))
+        else:
+            low_KSR = x_NI.new_empty(self.num_lanes, x_KSI.shape[1], self.ranks)
+            for part, layer in self.adapted:
+                x = x_KSI if dropout is None else dropout.apply(x_KSI, layer.columns())
+                torch.bmm(x, layer.adapters.copies[0].transpose(1, 2), out=low_KSR[:, :, part.ranks])
+        return low_KSR.mul_(self.now.scale_K[:, None, None])
+
+    def _begin(self, x_NI: Tensor, low_KSR: Tensor | None, add_NO: Tensor | None) -> Tensor:
+        """What the base's product is added to: the adapters' part, biases, and what the caller wants added."""
+        biases = [(part.columns, part.frozen.bias) for part in self.parts if part.frozen.bias is not None]
+        bare = low_KSR is None or bool(biases) or len(self.adapted) < len(self.parts)
+        if low_KSR is not None and not bare and add_NO is None:  # nothing to add to: written, not read
+            y_NO = x_NI.new_empty(len(x_NI), self.outputs)
+            for part, layer in self.adapted:
+                low, b = low_KSR[:, :, part.ranks], layer.adapters.copies[1]
+                torch.bmm(low, b.transpose(1, 2), out=self._by_lane(y_NO)[:, :, part.columns])
+            return y_NO
+        if low_KSR is not None and not bare and add_NO is not None and len(self.parts) == 1:
+            b = self.adapted[0][1].adapters.copies[1]
+            return torch.baddbmm(self._by_lane(add_NO), low_KSR, b.transpose(1, 2)).view(-1, self.outputs)
+        y_NO = x_NI.new_zeros(len(x_NI), self.outputs) if add_NO is None else add_NO.clone()
+        for columns, bias_O in biases:
+            y_NO[:, columns] += bias_O
+        for part, layer in self.adapted:
+            if low_KSR is None:
+                break
+            low, b = low_KSR[:, :, part.ranks], layer.adapters.copies[1]
+            self._by_lane(y_NO)[:, :, part.columns].baddbmm_(low, b.transpose(1, 2))
+        return y_NO
+
+    def _through_a(self, g_low_KSR: Tensor, dropout: Dropout | None) -> Tensor:
+        if dropout is None and self.a_KRI is not None:
+            return torch.bmm(g_low_KSR, self.a_KRI)
+        total_KSI: Tensor | None = None
+        for part, layer in self.adapted:
+            gx_KSI = torch.bmm(g_low_KSR[:, :, part.ranks], layer.adapters.copies[0])
+            if dropout is not None:
+                gx_KSI = dropout.apply(gx_KSI, layer.columns())
+            total_KSI = gx_KSI if total_KSI is None else total_KSI.add_(gx_KSI)
+        assert total_KSI is not None
+        return total_KSI
+
+    def _is_plain(self, part: Part) -> bool:
+        return not isinstance(part.frozen, EightBit)
+
+    def _weights(self, *, backward: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """Matrices (outputs, inputs) with their columns: all 4-bit ones as one."""
+        if all(isinstance(part.frozen, FourBit) for part in self.parts) and len(self.parts) > 1:
+            dtype = self.now.scale_K.dtype
+            made_OI = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.now.scale_K.device)
+            for part in self.parts:
+                part.frozen.weight(made_OI[part.columns])
+            yield slice(None), made_OI
+            return
+        for part in self.parts:
+            if backward or self._is_plain(part):
+                yield part.columns, part.frozen.weight()
+
+    def _by_lane(self, x_NI: Tensor) -> Tensor:
+        return x_NI.view(self.num_lanes, -1, x_NI.shape[-1])
+
+
+class BundledLinear(torch.autograd.Function):
+    """One adapted layer as one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, bundle: Bundle, _leaf: Tensor, x_NI: Tensor, dropout: Dropout | None) -> Tensor:  # type: ignore[override]
+        y_NO, low_KSR = bundle.forward(x_NI, dropout)
+        ctx.save_for_backward(x_NI, low_KSR)
+        ctx.bundle, ctx.dropout = bundle, dropout
+        return y_NO
+
+    @staticmethod
+    def backward(ctx: Any, g_NO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_NI, low_KSR = ctx.saved_tensors
+        wants_input = ctx.needs_input_grad[2]
+        gx_NI = ctx.bundle.backward(g_NO.contiguous(), x_NI, low_KSR, ctx.dropout, wants_input=wants_input)
+        return None, None, gx_NI, None

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from crosstune.errors import CrosstuneError
     from crosstune.export.answer import generate
     from crosstune.fitting import fit
+    from crosstune.nested import nested_cross_validate
     from crosstune.recipe import Recipe
     from crosstune.report import write_report
     from crosstune.result import Result
@@ -25,6 +26,7 @@ __all__ = [
     "fit",
     "generate",
     "merge",
+    "nested_cross_validate",
     "write_report",
 ]
 
@@ -38,6 +40,7 @@ _HOMES = {
     "fit": "fitting",
     "generate": "export.answer",
     "merge": "deploy",
+    "nested_cross_validate": "nested",
     "write_report": "report",
 }
 

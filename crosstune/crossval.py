@@ -74,6 +74,11 @@ def cross_validate(
     SIGINT and SIGTERM finish the step, keep it and raise `Interrupted`, a KeyboardInterrupt.
     """
     asked = gather(recipe, data=data, model=model, tokenizer=tokenizer, lora=lora, folds=folds, sections=sections)
+    if asked.recipe.folds.outer:
+        raise RecipeError(
+            f"folds.outer: {asked.recipe.folds.outer} asks for a nested cross-validation",
+            "Call crosstune.nested_cross_validate, or crosstune run; or set folds.outer: 0.",
+        )
     with _random_state_kept(), Interrupts().caught() as interrupts:
         return _cross_validate(asked, progress or choose_progress(), interrupts, retry_failed)
 

@@ -130,6 +130,9 @@ class Folds(Section):
         "together", description="Equal rows: keep them on one side, keep only the first, or take no notice."
     )
     allow_small_classes: bool = Field(False, description="Accept classes with fewer rows than folds.")
+    outer: CountOrNone = Field(
+        0, description="Outer folds of a nested cross-validation: the sweep within each, its winner scored outside."
+    )
 
     @model_validator(mode="after")
     def _has_its_columns(self) -> Folds:

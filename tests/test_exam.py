@@ -11,6 +11,7 @@ import pytest
 from crosstune.crossval import cross_validate
 from crosstune.errors import CrosstuneError
 from crosstune.metrics.text import exact_match
+from crosstune.nested import nested_cross_validate
 from crosstune.progress import Quiet
 from crosstune.result import Result
 from crosstune.scores import fold_scores, right_and_chances
@@ -168,3 +169,23 @@ def test_mistakes_are_refused_before_anything_is_written(tiny, colours, tmp_path
     with pytest.raises(CrosstuneError, match=words):
         run(recipe(tiny, colours, tmp_path / "r", **more))
     assert not (tmp_path / "r").exists()
+
+
+def test_nested_cross_validation_scores_the_choice_on_rows_it_never_saw(tiny, colours, tmp_path):
+    tree = recipe(tiny, colours, tmp_path / "n", sweep={"train.learning_rate": [0.01, 0.0]}, folds={"k": 2, "outer": 2})
+    nested = nested_cross_validate(tree, progress=Quiet())
+    assert [fold.rows for fold in nested.folds] == [15, 15]
+    assert all(fold.settings == {"train.learning_rate": 0.01} for fold in nested.folds)
+    assert nested.interval.mean == pytest.approx(np.mean([fold.scores["loss"] for fold in nested.folds]))
+    seen = []
+    for fold in range(2):
+        inner = Run.read(tmp_path / "n" / f"outer-{fold}").read_folds()["row"].tolist()
+        outside = Run.read(tmp_path / "n" / f"outer-{fold}-chosen").read_folds()["row"].tolist()
+        assert not set(inner) & set(outside) and len(inner) == 15, "no choice has seen the rows it is scored on"
+        seen += outside
+    assert sorted(seen) == list(range(1, 31))
+    again = nested_cross_validate(tree, progress=Quiet())
+    assert again.to_json() == nested.to_json()
+    assert "every outer fold chose train.learning_rate=0.01" in nested.sentence
+    with pytest.raises(CrosstuneError, match="nested_cross_validate"):
+        run(tree)

@@ -103,9 +103,17 @@ def cross_validate(read_recipe: Callable[[], Recipe], as_json: bool, **how: bool
 
     with only_results_on_stdout():
         recipe = read_recipe()
-        from crosstune.crossval import cross_validate
+        if recipe.folds.outer:
+            from crosstune.nested import nested_cross_validate
 
-        report = cross_validate(recipe, progress=choose_progress(), **how).to_json()
+            nested = nested_cross_validate(recipe, progress=choose_progress())
+        else:
+            from crosstune.crossval import cross_validate
+
+            report = cross_validate(recipe, progress=choose_progress(), **how).to_json()
+    if recipe.folds.outer:
+        click.echo(json.dumps(nested.to_json()) if as_json else nested.sentence)
+        return 0
     if as_json:
         click.echo(json.dumps(report))
     else:

@@ -1,0 +1,174 @@
+"""Nested cross-validation: an estimate of the *chosen* setting that the choosing hasn't made optimistic.
+
+Each outer fold's rows are set aside. On the others the whole sweep is cross-validated and its winner picked; the winner
+is then trained on all of them and scored on the rows set aside, which no choice has seen (Stone, JRSS B 36, 1974;
+Cawley & Talbot, JMLR 11, 2010). Every part is an ordinary run in a folder of its own, so it goes on like one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstune.asked import Asked, gather
+from crosstune.crossval import cross_validate
+from crosstune.errors import LaneFailed, RecipeError
+from crosstune.inputs import read_asked_rows
+from crosstune.metrics import find_metric
+from crosstune.progress import Progress, choose_progress
+from crosstune.recipe import Recipe
+from crosstune.splits import Fold, split_rows
+from crosstune.stats import Interval, fold_interval
+from crosstune.sweep import make_trial
+from crosstune.yaml_text import write_text
+
+
+@dataclass(frozen=True)
+class OuterFold:
+    """One outer fold: what was chosen without its rows, how good it looked there, and what it is on its rows."""
+
+    fold: int
+    settings: Mapping[str, Any]
+    inner_score: float
+    scores: Mapping[str, float]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Nested:
+    """The result of a nested cross-validation. `interval`: of the chosen setting's score on rows no choice has seen."""
+
+    run: Path
+    metric: str
+    folds: tuple[OuterFold, ...]
+    interval: Interval
+
+    @property
+    def optimism(self) -> float:
+        """How much better the winners looked within than they were without (in units of the metric)."""
+        gap = float(np.mean([fold.scores[self.metric] - fold.inner_score for fold in self.folds]))
+        return -gap if find_metric(self.metric).higher_is_better else gap
+
+    @property
+    def sentence(self) -> str:
+        """What may be expected, in one sentence."""
+        chosen = {_words(fold.settings) for fold in self.folds}
+        agree = (
+            f"every outer fold chose {chosen.pop()}"
+            if len(chosen) == 1
+            else f"the outer folds chose {len(chosen)} settings"
+        )
+        return (
+            f"Choosing by this sweep gives {self.metric} {self.interval} on rows that neither training nor choosing has "
+            f"seen; {agree}; within, the winners looked better by {self.optimism:.4g}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {
+            "run": str(self.run), "metric": self.metric, "mean": self.interval.mean, "std": self.interval.std,
+            "interval95": [self.interval.low, self.interval.high], "optimism": self.optimism, "sentence": self.sentence,
+            "folds": [
+                {"fold": f.fold, "settings": dict(f.settings), "inner_score": f.inner_score, "rows": f.rows, **f.scores}
+                for f in self.folds
+            ],
+        }  # fmt: skip
+
+
+class Within:
+    """Folds made beforehand, as a splitter whose words tell one from another."""
+
+    def __init__(self, folds: Sequence[Fold], words: str) -> None:
+        self.folds, self.words = folds, words
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        for fold in self.folds:
+            yield fold.train, fold.held_out
+
+    def __repr__(self) -> str:
+        return self.words
+
+
+def nested_cross_validate(
+    recipe: Recipe | str | Path | Mapping[str, Any], *, progress: Progress | None = None, **keywords: Any
+) -> Nested:
+    """Cross-validate the choice itself: `folds.outer` folds, the recipe's sweep within each.
+
+    Keywords are those of `cross_validate`, but for a model in memory and a splitter. The same call goes on with what an
+    earlier one left unfinished.
+    """
+    sections = {key: value for key, value in keywords.items() if key not in ("data", "lora", "folds", "model")}
+    named = {key: keywords[key] for key in ("data", "lora", "folds", "model") if key in keywords}
+    asked = gather(recipe, sections=sections, **named)
+    if asked.recipe.folds.outer < 2:
+        raise RecipeError(
+            f"folds.outer is {asked.recipe.folds.outer}: there is nothing to nest", "Set folds.outer to 3 or more."
+        )
+    if asked.model is not None or asked.splitter is not None:
+        raise RecipeError("a nested cross-validation takes neither a model in memory nor a splitter", "Name them.")
+    if asked.recipe.data.skip_bad_rows:
+        raise RecipeError(
+            "data.skip_bad_rows: a nested cross-validation needs rows without errors", "Mend the rows, or exclude them."
+        )
+    progress = progress or choose_progress()
+    rows = read_asked_rows(asked, progress)
+    plain = asked.recipe.folds.model_copy(update={"outer": 0})
+    outer = split_rows(rows, plain.model_copy(update={"k": asked.recipe.folds.outer}))
+    found = []
+    for fold in outer:
+        numbers = [row.number for row in rows.rows]
+        inside = rows.without(numbers[position] for position in fold.held_out)
+        place = {number: position for position, number in enumerate(numbers)}
+        inner = [
+            Fold(one.index, *(tuple(place[inside.rows[p].number] for p in side) for side in (one.train, one.held_out)))
+            for one in split_rows(inside, plain)
+        ]
+        progress.say(f"outer fold {fold.index + 1} of {len(outer)}: {len(fold.held_out)} rows set aside")
+        found.append(_one_fold(asked, fold, inner, plain, progress))
+    metric = str(asked.recipe.sweep.get("metric", "loss"))
+    share = float(np.mean([len(fold.held_out) / (len(fold.held_out) + len(fold.train)) for fold in outer]))
+    interval = fold_interval([fold.scores[metric] for fold in found], test_share=share)
+    nested = Nested(Path(asked.recipe.output), metric, tuple(found), interval)
+    write_text(nested.run / "nested.json", json.dumps(nested.to_json(), indent=1) + "\n")
+    return nested
+
+
+def _one_fold(asked: Asked, outer: Fold, inner: Sequence[Fold], folds: Any, progress: Progress) -> OuterFold:
+    """The sweep on the inner folds, then its winner on the outer one."""
+    recipe, metric = asked.recipe, str(asked.recipe.sweep.get("metric", "loss"))
+    said = json.dumps({**folds.model_dump(mode="json"), "outer": recipe.folds.outer}, sort_keys=True)
+    base = recipe.model_copy(update={"folds": folds})
+    chosen = cross_validate(
+        base.model_copy(update={"output": f"{recipe.output}/outer-{outer.index}"}),
+        data=_rows_of(asked), folds=Within(inner, f"inner folds of outer fold {outer.index}: {said}"),
+        progress=progress,
+    )  # fmt: skip
+    settings = chosen.best["settings"]
+    winner = make_trial(base, 0, settings).recipe
+    outside = Within([Fold(0, outer.train, outer.held_out)], f"outer fold {outer.index}: {said}")
+    scored = cross_validate(
+        winner.model_copy(update={"output": f"{recipe.output}/outer-{outer.index}-chosen"}),
+        data=_rows_of(asked), folds=outside, progress=progress,
+    )  # fmt: skip
+    if scored.failed:
+        raise LaneFailed(
+            f"outer fold {outer.index}: the chosen setting failed ({scored.failed[0]['reason']})",
+            f"See {scored.run}; leave that setting out of the sweep.",
+        )
+    only = scored.trials[0]
+    scores = {name: summary["mean"] for name, summary in only["metrics"].items()}
+    return OuterFold(outer.index, settings, chosen.best["metrics"][metric]["mean"], scores, len(outer.held_out))
+
+
+def _rows_of(asked: Asked) -> Any:
+    """The rows as they were passed, where they were passed in memory."""
+    return None if asked.source == asked.recipe.data.path else asked.source
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items()) or "the only setting"

@@ -35,7 +35,8 @@ def fold_scores(run: Run) -> dict[int, dict[str, dict[int, float]]]:
             for name, score in event["scores"].items():
                 value = math.nan if score is None else score
                 found.setdefault(event["trial"], {}).setdefault(name, {})[event["fold"]] = value
-    return found
+    # In the order of the folds, whichever was scored first: a sum over folds depends on it in its last digit.
+    return {t: {name: dict(sorted(by_fold.items())) for name, by_fold in found[t].items()} for t in sorted(found)}
 
 
 def held_out_share_of(run: Run) -> float:

@@ -160,11 +160,11 @@ class Run:
 
     def finished_lanes(self) -> dict[Lane, Event]:
         """(trial, fold) → the fields recorded with "lane_finished"."""
-        return dict(self._state.finished)
+        return _in_order(self._state.finished)
 
     def failed_lanes(self) -> dict[Lane, Event]:
         """(trial, fold) → the fields recorded with "lane_failed": reason, step."""
-        return dict(self._state.failed)
+        return _in_order(self._state.failed)
 
     def lanes_over(self) -> set[Lane]:
         """Lanes that finished, failed or were given up with their trial, and are not to be tried again."""
@@ -322,6 +322,11 @@ class Run:
             trust_remote_code=recipe.model.trust_remote_code,
             libraries={name: found for name in LIBRARIES if (found := _installed(name))},
         )
+
+
+def _in_order(lanes: Mapping[Lane, Event]) -> dict[Lane, Event]:
+    """By trial and fold, whoever came first: sums over lanes must not depend on it."""
+    return dict(sorted(lanes.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1] or 0)))
 
 
 def _refuse_foreign_folder(place: Path) -> None:

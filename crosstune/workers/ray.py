@@ -9,6 +9,7 @@ nor who trained what changes a result.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from crosstune.memory.plan import Plan
 from crosstune.progress import Progress, stage
 from crosstune.recipe import Recipe
 from crosstune.train.checkpoint import Checkpoints
-from crosstune.train.lane import Lane, LaneJob
+from crosstune.train.lane import LaneJob
 from crosstune.train.wave import GivenUp, LaneRetired, Report
 from crosstune.workers.waves import key
 from crosstune.workers.worker import Asking, Kept, Moved, Order, Stopped, Worker
@@ -52,7 +53,7 @@ class RayWorkers:
     ) -> None:
         self.interrupts = interrupts
         self.recipe, self.tokenizer, self.progress, self.threads = recipe, tokenizer, progress, threads
-        self._owns_cluster = _connect(recipe.device.ray or "auto")
+        self._joined = _connect(recipe.device.ray or "auto")
         self._gpus_each, self._cpus_each, count = _shares(recipe)
         shares: dict[str, Any] = {
             "num_gpus": self._gpus_each,
@@ -71,11 +72,12 @@ class RayWorkers:
         self.close()
 
     def close(self) -> None:
-        """End the workers, and the cluster if it was started here."""
+        """End the workers, leave the cluster, and end it if it was started here."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        ray.shutdown()
+        if self._joined:
+            ray.shutdown()
 
     def place(self) -> tuple[Any, int]:
         """The device of a worker, and the bytes that are free on the fullest of them."""
@@ -168,7 +170,8 @@ class RayWorkers:
         what = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
         if isinstance(error, RayActorError):
             what = "its worker was lost"
-            self._actors[one.worker] = self._start()
+        ray.kill(self._actors[one.worker])  # also where it only raised: after a CUDA error a process is of no more use
+        self._actors[one.worker] = self._start()
         if one.tries > self.recipe.device.retries:
             self.progress.say(f"a wave failed {one.tries} times ({what}); its lanes are given up")
             for job in one.jobs:
@@ -203,7 +206,11 @@ def _step_kept(kept: Checkpoints) -> int:
 
 
 def _connect(address: str) -> bool:
-    """Join the cluster at `address`, or start one on this machine; says whether it was started here."""
+    """Join the cluster at `address`, or start one on this machine; False where this process had joined one before."""
+    if ray.is_initialized():
+        return False
+    if address != "auto":
+        _refuse_silent(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "include_dashboard": False}
     if address != "auto":
         options.pop("include_dashboard")
@@ -215,7 +222,25 @@ def _connect(address: str) -> bool:
             f"ray-unreachable: no Ray cluster answers at {address!r}: {error}",
             "Start one there (ray start --head), or set device.ray: auto to use this machine.",
         ) from None
-    return address == "auto"
+    return True
+
+
+def _refuse_silent(address: str) -> None:
+    """Ray itself waits for minutes where nobody listens."""
+    host, _, port = address.rpartition(":")
+    problem = ""
+    if address.startswith("ray://") or not host or not port.isdigit():
+        problem = "it isn't of the form HOST:PORT (port 6379 of the head node)"
+    else:
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError as error:
+            problem = str(error.strerror or error)
+    if problem:
+        raise DeviceError(
+            f"ray-unreachable: no Ray cluster answers at {address!r}: {problem}",
+            "Start one there (ray start --head), or set device.ray: auto to use this machine.",
+        )
 
 
 def _shares(recipe: Recipe) -> tuple[int, float, int]:
@@ -232,8 +257,3 @@ def _shares(recipe: Recipe) -> tuple[int, float, int]:
     if count > gpus:
         raise DeviceError(f"device.workers is {count}, and the Ray cluster has {gpus} GPUs", "Ask for as many at most.")
     return 1, min(1.0, cpus / count), count
-
-
-def steps_of(jobs: Sequence[LaneJob], tokens: Tokens) -> int:
-    """Steps that a wave takes."""
-    return max(Lane.start(job, tokens).total_steps for job in jobs)

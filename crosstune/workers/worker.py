@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -95,9 +96,16 @@ class Worker:
 
     def place(self) -> tuple[Any, int]:
         """The device here, with all that is decided about it, and the bytes that are free on it."""
+        from crosstune.errors import DeviceError
         from crosstune.model.device import choose_device, free_bytes
 
         place = choose_device(self.device)
+        if self.started["cuda_visible_devices"] and place.device.type == "cpu" and self.device.kind == "auto":
+            raise DeviceError(
+                f"device-unavailable: a worker on {self.started['host']} was given GPU "
+                f"{self.started['cuda_visible_devices']}, and torch sees none there",
+                "Install a torch with CUDA on that machine, or set device.kind: cpu.",
+            )
         return place, free_bytes(place.device)
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -121,12 +129,14 @@ class Worker:
         self._stop = Interrupts()
         thread = threading.Thread(target=self._train, args=(order, tokens, out), daemon=True)
         thread.start()
-        while True:
-            item = out.get()
-            if isinstance(item, _Ended):
-                break
-            yield item
-        thread.join()
+        try:
+            while not isinstance(item := out.get(), _Ended):
+                yield item
+        finally:  # also where nobody listens any more: the base must not be trained on by two
+            self._stop.asked = self._stop.asked or signal.SIGTERM
+            self._answers.put({})
+            thread.join()
+            self._answers = queue.Queue()
         if item.error is not None:
             raise item.error
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from crosstune.data.lint.catalogue import FAULTS
 from crosstune.data.lint.embedding import Embedding, find_embedding, model_folder
-from crosstune.errors import Finding, Place
+from crosstune.errors import Finding, ModelError, Place
+from crosstune.memory.shape import ModelShape
 from crosstune.recipe import Model
 
 if TYPE_CHECKING:
@@ -81,6 +82,15 @@ def config_of(name: str) -> dict[str, Any]:
     """The model's config.json, where the model is a folder or in the hub's cache; else an empty mapping."""
     folder = model_folder(name)
     return _json(folder / "config.json") if folder is not None and folder.is_dir() else {}
+
+
+def shape_of(name: str) -> ModelShape | None:
+    """The model's sizes and layer names, where its config is on this machine and can be read."""
+    config = config_of(name)
+    try:
+        return ModelShape.from_config(config) if config else None
+    except ModelError:
+        return None  # a config that lacks a size is refused where the model is planned
 
 
 def generation_stops(name: str) -> list[int]:

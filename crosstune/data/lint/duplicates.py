@@ -155,10 +155,10 @@ def equal_sets(keys: NDArray[np.uint64]) -> list[NDArray[np.int64]]:
     if len(keys) < 2:
         return []
     order = np.argsort(keys, kind="stable")
-    starts = np.flatnonzero(np.diff(keys[order])) + 1
-    if len(starts) + 1 == len(keys):
-        return []
-    sets = [np.sort(members) for members in np.split(order, starts) if len(members) > 1]
+    starts = np.flatnonzero(np.r_[True, np.diff(keys[order]) != 0])
+    counts = np.diff(np.r_[starts, len(keys)])
+    several = counts > 1
+    sets = [np.sort(order[start : start + n]) for start, n in zip(starts[several], counts[several], strict=True)]
     return sorted(sets, key=lambda members: int(members[0]))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Matrix:
     file: Path
     offset: int
     kind: str  # key of TYPES, or "GGUF"
+    tensor: Any = field(default=None, repr=False, compare=False)  # GGUF: a memory map. Parsing the file takes seconds
 
     def rows(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Rows `ids` as float32, reading nothing else."""
@@ -122,7 +123,7 @@ def _gguf_matrices(file: Path) -> dict[str, Matrix]:
     wanted = {*INPUT_NAMES, *OUTPUT_NAMES}
     # GGUF names the inner axis first: [columns, rows].
     return {
-        tensor.name: Matrix(tensor.name, (int(tensor.shape[1]), int(tensor.shape[0])), file, 0, "GGUF")
+        tensor.name: Matrix(tensor.name, (int(tensor.shape[1]), int(tensor.shape[0])), file, 0, "GGUF", tensor)
         for tensor in reader.tensors
         if tensor.name in wanted
     }
@@ -131,9 +132,10 @@ def _gguf_matrices(file: Path) -> dict[str, Matrix]:
 def _gguf_rows(matrix: Matrix, ids: Sequence[int]) -> NDArray[np.float32]:
     from gguf.quants import dequantize
 
-    tensor = next(tensor for tensor in _gguf_reader(matrix.file).tensors if tensor.name == matrix.name)
-    raw = tensor.data.reshape(matrix.shape[0], -1)[list(ids)]  # quantised blocks lie along a row, so rows stay whole
-    return np.asarray(dequantize(raw, tensor.tensor_type), np.float32)
+    raw = matrix.tensor.data.reshape(matrix.shape[0], -1)[
+        list(ids)
+    ]  # quantised blocks lie along a row: rows stay whole
+    return np.asarray(dequantize(raw, matrix.tensor.tensor_type), np.float32)
 
 
 def _gguf_reader(file: Path) -> Any:

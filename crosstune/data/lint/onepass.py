@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crosstune.data.lint import settings
-from crosstune.data.lint.base import check_base, check_stop_token, check_template_source, config_of, generation_stops
+from crosstune.data.lint.base import (
+    check_base,
+    check_stop_token,
+    check_template_source,
+    config_of,
+    generation_stops,
+    shape_of,
+)
 from crosstune.data.lint.catalogue import FAULTS
 from crosstune.data.lint.folds import check_split
 from crosstune.data.lint.marks import Marks
@@ -27,6 +34,7 @@ from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, Quiet, stage
 from crosstune.recipe import Data, Model, Recipe
 from crosstune.splits import Fold
+from crosstune.sweep import trials_to_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +66,9 @@ def lint(
     if isinstance(source, Recipe):
         return _lint_recipe(source, model, tuple(allow), progress)
     file = str(source) if isinstance(source, str | os.PathLike) else "rows"
-    look = Look(file, data or Data(path=file), model)
+    name = Model(name=model) if isinstance(model, str) else model if isinstance(model, Model) else None
+    ready = with_pad(model) if model is not None and not isinstance(model, str | Model) else None
+    look = Look(file, data or Data(path=file), name, ready)
     try:
         look.over(read_rows(source, look.data), progress)
     except DataError as error:
@@ -82,7 +92,7 @@ def lint_rows(
     With `data.skip_bad_rows`, errors that name rows are warnings, and `left_out` has the rows to leave out, with those
     that loading has left out already.
     """
-    look = Look(rows.name, recipe.data, tokenizer or recipe.model, label=recipe.folds.by)
+    look = Look(rows.name, recipe.data, recipe.model, tokenizer, label=recipe.folds.by)
     look.over([*rows.findings, *rows.rows], progress or Quiet())
     look.finish()
     findings, left_out = look.collector.findings(), set[int]()
@@ -118,16 +128,24 @@ def _lint_recipe(recipe: Recipe, model: Any, allow: tuple[str, ...], progress: P
 
 
 def _about_settings(recipe: Recipe, rows: Rows | None, folds: Sequence[Fold], look: Look | None) -> Iterator[Finding]:
-    config = config_of(recipe.model.name)
-    try:
-        shape = ModelShape.from_config(config) if config else None
-    except ModelError:
-        shape = None  # a config that lacks a size is refused where the model is planned
+    """Settings of the recipe, and of each trial of its sweep, said once."""
+    shape = shape_of(recipe.model.name)
+    yield from settings.check_without_effect(recipe)
+    yield from settings.check_allowed(recipe.lint.allow)
+    said: set[str] = set()
+    for trial in trials_to_plan(recipe):
+        for finding in _about_trial(trial.recipe, shape, rows, folds, look):
+            if finding.message not in said:
+                said.add(finding.message)
+                yield finding
+
+
+def _about_trial(
+    recipe: Recipe, shape: ModelShape | None, rows: Rows | None, folds: Sequence[Fold], look: Look | None
+) -> Iterator[Finding]:
     for check in (settings.check_adapter_scale, settings.check_learning_rate, settings.check_dropout):
         yield from check(recipe)
-    yield from settings.check_without_effect(recipe)
     yield from settings.check_targets(recipe, shape)
-    yield from settings.check_allowed(recipe.lint.allow)
     num_sequences = None
     if rows is not None and folds:
         smallest = min(folds, key=lambda fold: len(fold.train))
@@ -153,10 +171,12 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> ReadyTokenizer:
 class Look:
     """One pass: rows in batches through `RowPass` and, where a tokenizer is known, `TokenPass`."""
 
-    def __init__(self, file: str, data: Data, model: Any, *, label: str | None = None) -> None:
-        self.file, self.data, self.collector = file, data, Collector()
-        self.model = Model(name=model) if isinstance(model, str) else model if isinstance(model, Model) else None
-        ready = model if isinstance(model, ReadyTokenizer) else self._ready(model)
+    def __init__(
+        self, file: str, data: Data, model: Model | None, ready: ReadyTokenizer | None, *, label: str | None = None
+    ) -> None:
+        """`ready`: the tokenizer, where it isn't to be loaded from `model`."""
+        self.file, self.data, self.model, self.collector = file, data, model, Collector()
+        ready = ready or self._load_tokenizer()
         marks = Marks(ready.tokenizer if ready else None, keep=data.special_text == "keep")
         self.rowpass = RowPass(file, data, self.collector, marks, label=label)
         self.tokenpass: TokenPass | None = None
@@ -167,13 +187,11 @@ class Look:
             limit = self._limit(ready.tokenizer)
             self.tokenpass = TokenPass(file, ready.tokenizer, data, self.collector, limit=limit)
 
-    def _ready(self, model: Any) -> ReadyTokenizer | None:
-        if model is None:
+    def _load_tokenizer(self) -> ReadyTokenizer | None:
+        if self.model is None:
             return None
         try:
-            if self.model is not None:
-                return ready_tokenizer(self.model)
-            return with_pad(model)
+            return ready_tokenizer(self.model)
         except ModelError as error:
             where = Place(field="model")
             self.collector.add([FAULTS["model-unread"].found(error.problem, where=where, fix=error.fix)])

@@ -64,8 +64,8 @@ class Nested:
             else f"the outer folds chose {len(chosen)} settings"
         )
         return (
-            f"Choosing by this sweep gives {self.metric} {self.interval} on rows that neither training nor choosing has "
-            f"seen; {agree}; within, the winners looked better by {self.optimism:.4g}."
+            f"Choosing by this sweep gives {self.metric} {self.interval} on rows that neither training nor choosing "
+            f"has seen; {agree}; within, the winners looked better by {self.optimism:.4g}."
         )
 
     def to_json(self) -> dict[str, Any]:

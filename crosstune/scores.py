@@ -185,11 +185,12 @@ def entries_of(run: Run, metric: str, *, prefix: str = "") -> list[Entry]:
     key = _folds_key(run)
     notes = {event["trial"]: f"given up: {event['reason']}" for event in run.events("trial_given_up")}
     entries = []
-    for trial, settings in settings_of(run).items():
+    listed = settings_of(run)
+    for trial, settings in listed.items():
         words = " ".join(f"{name.split('.')[-1]}={_short(value)}" for name, value in settings.items())
-        name = prefix + (words or ("trial 0" if not prefix else "")).strip()
+        name = (prefix + (words or ("" if prefix and len(listed) == 1 else f"trial {trial}"))).strip()
         by_fold = scores.get(trial, {}).get(metric, {})
-        entries.append(Entry(name.strip() or f"trial {trial}", by_fold, key, notes.get(trial, ""), trial))
+        entries.append(Entry(name, by_fold, key, notes.get(trial, ""), trial))
     return entries
 
 

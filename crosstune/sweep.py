@@ -48,6 +48,9 @@ class Sweep(Section):
     kind: Literal["auto", "grid", "random", "tpe"] = Field(
         "auto", description="Search: every combination, random draws, or Optuna's TPE. auto: grid, if all are lists."
     )
+    cases: tuple[dict[str, Any], ...] = Field(
+        (), description="The trials themselves, each a mapping of settings; in place of lists and ranges."
+    )
     trials: Int | None = Field(None, ge=1, description="Most trials. Default: all of a grid, else 20.")
     hours: Float | None = Field(None, gt=0, description="No new trial starts after this time.")
     tokens: Float | None = Field(None, gt=0, description="No new trial starts after this many trained tokens.")
@@ -119,6 +122,7 @@ def read_sweep(recipe: Recipe) -> tuple[Sweep, tuple[Axis, ...]]:
         mistakes += found
         if not found and isinstance(axis, Axis):
             axes.append(axis)
+    mistakes += _case_faults(recipe, sweep, axes)
     if sweep.kind == "grid" and (ranges := [axis.name for axis in axes if axis.is_range]):
         mistakes.append(
             f"sweep.kind: a grid can't draw from the range of {', '.join(ranges)}; use a list, or kind: random"
@@ -144,7 +148,10 @@ def expand(recipe: Recipe) -> list[Trial]:
     sweep, axes = read_sweep(recipe)
     if sweep.kind == "tpe":
         raise RecipeError("TPE's trials can't be listed beforehand", "Set sweep.kind: grid or random for a list.")
-    choices = _grid(axes) if sweep.kind == "grid" else _draws(axes, sweep.trials or 20, sweep.seed)
+    if sweep.cases:
+        choices = [_parted(case)[1] for case in sweep.cases]
+    else:
+        choices = _grid(axes) if sweep.kind == "grid" else _draws(axes, sweep.trials or 20, sweep.seed)
     return [make_trial(recipe, index, choice) for index, choice in enumerate(choices[: sweep.trials])]
 
 
@@ -226,6 +233,25 @@ def _read_range(name: str, word: str, inner: Any, *, whole: bool) -> Axis | str:
     if word == "log" and low <= 0:
         return f"sweep.{name}: a log range starts above 0 (got {inner!r})"
     return Axis(name, low=low, high=high, log=word == "log", whole=whole)
+
+
+def _case_faults(recipe: Recipe, sweep: Sweep, axes: Sequence[Axis]) -> list[str]:
+    """What is wrong with trials that are written out."""
+    if not sweep.cases:
+        return []
+    if axes or sweep.kind == "tpe":
+        return ["sweep.cases: trials that are written out stand alone; take the other settings (and kind) away"]
+    names = {name for name, *_ in options() if name.split(".")[0] in SWEPT_SECTIONS}
+    faults = []
+    for number, case in enumerate(sweep.cases, start=1):
+        plain, swept = _parted(case)
+        faults += [f"case {number}: {_unknown(name)}" for name in [*plain, *(set(swept) - names)]]
+        if set(swept) <= names and not plain:
+            try:
+                _with(recipe, swept)
+            except RecipeError as error:
+                faults += [f"sweep.cases: case {number}: {line.strip()}" for line in error.problem.splitlines()[1:]]
+    return faults
 
 
 def _metric_faults(name: str, measured: Sequence[str]) -> list[str]:

@@ -110,3 +110,16 @@ def test_mistakes_are_named_with_their_fix(sweep, words):
 def test_all_mistakes_are_reported_at_once():
     with pytest.raises(RecipeError, match="3 mistakes"):
         read_sweep(recipe(**{"lora.rnk": [8], "lora.alpha": [-1], "trials": 0}))
+
+
+def test_cases_are_the_trials_themselves():
+    trials = expand(recipe(cases=[{}, {"lora.rank": 4}, {"lora": {"rank": 64}, "train.learning_rate": 1e-3}]))
+    assert [t.settings for t in trials] == [{}, {"lora.rank": 4}, {"lora.rank": 64, "train.learning_rate": 1e-3}]
+    assert [t.recipe.lora.rank for t in trials] == [16, 4, 64]
+    for bad, words in [
+        ({"cases": [{"lora.rnk": 4}]}, "did you mean lora.rank"),
+        ({"cases": [{"lora.rank": 0}]}, "case 1: lora.rank"),
+        ({"cases": [{"lora.rank": 4}], "lora.alpha": [8]}, "stand alone"),
+    ]:
+        with pytest.raises(RecipeError, match=words):
+            expand(recipe(**bad))

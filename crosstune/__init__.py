@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from crosstune.crossval import cross_validate
+    from crosstune.data.lint import LintReport, lint
     from crosstune.deploy import average, merge
     from crosstune.errors import CrosstuneError
     from crosstune.export.answer import generate
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CrosstuneError",
+    "LintReport",
     "Recipe",
     "Result",
     "average",
     "cross_validate",
     "fit",
     "generate",
+    "lint",
     "merge",
     "nested_cross_validate",
     "write_report",
@@ -33,12 +36,14 @@ __all__ = [
 # Names are imported when they are first used, so that `import crosstune` and `crosstune --help` load nothing.
 _HOMES = {
     "CrosstuneError": "errors",
+    "LintReport": "data.lint",
     "Recipe": "recipe",
     "Result": "result",
     "average": "deploy",
     "cross_validate": "crossval",
     "fit": "fitting",
     "generate": "export.answer",
+    "lint": "data.lint",
     "merge": "deploy",
     "nested_cross_validate": "nested",
     "write_report": "report",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from crosstune.data.lint import lint_rows
 from crosstune.data.load import Rows, load_rows
 from crosstune.data.tokenizer import ReadyTokenizer, ready_tokenizer
 from crosstune.data.tokens import Tokens, tokenize
-from crosstune.errors import Finding, refuse
+from crosstune.errors import refuse
 from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, stage
 from crosstune.suspects import read_row_numbers
@@ -52,18 +52,14 @@ def judge(asked: Asked, rows: Rows, progress: Progress, *, has_folds: bool = Tru
     config = _config(asked)
     ready = ready_tokenizer(recipe.model, asked.tokenizer, stops=asked.stop_ids)
     report = lint_rows(rows, recipe, tokenizer=ready, splitter=asked.splitter, has_folds=has_folds, progress=progress)
-    _say(report.findings, progress)
+    for line in report.lines():
+        if not line.startswith("error") or "(allowed)" in line:
+            progress.say(line)
     report.refuse()
     rows = rows.without(report.left_out)
     tokens = _encode(rows, ready, asked, config, progress)
     refuse([finding for finding in tokens.findings if finding.code not in recipe.lint.allow])
     return Inputs(rows, tokens, ready.tokenizer, ModelShape.from_config(config))
-
-
-def _say(findings: Iterable[Finding], progress: Progress) -> None:
-    for finding in findings:
-        if finding.severity != "error":
-            progress.say(f"{finding.severity} {finding.code}: {finding.message}")
 
 
 def _config(asked: Asked) -> dict[str, Any]:

@@ -40,6 +40,14 @@ def test_table_groups_by_code_with_counts_and_two_examples() -> None:
     assert "4 errors, 0 warnings, 1 note in 9 rows" in text
 
 
+def test_a_log_has_one_line_a_code() -> None:
+    lines = list(lint(CASES / "E04-dupes.jsonl").lines())
+    assert lines[0] == "warning duplicate-rows (5: 1, 9, 3, 7, 11): rows 1 and 9 are equal"
+    assert len(lines) == 2
+    (first, *_) = lint(CASES / "D07-empty.jsonl", allow=["empty-response"]).lines()
+    assert "missing-content (2: 4, 5)" in first
+
+
 def test_json_lines_hold_every_field() -> None:
     report = lint(CASES / "D05-bad-byte.jsonl")
     lines = [json.loads(line) for line in report.to_json_lines().splitlines()]

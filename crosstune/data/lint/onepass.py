@@ -34,6 +34,7 @@ from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, Quiet, stage
 from crosstune.recipe import Data, Model, Recipe
 from crosstune.splits import Fold
+from crosstune.suspects import read_row_numbers
 from crosstune.sweep import trials_to_plan
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def _lint_recipe(recipe: Recipe, model: Any, allow: tuple[str, ...], progress: P
         recipe = recipe.model_copy(update={"model": Model(name=model) if isinstance(model, str) else model})
     try:
         rows = load_rows(recipe.data.path, recipe.data)
+        if recipe.data.exclude is not None:
+            rows = rows.without(read_row_numbers(recipe.data.exclude))
     except DataError as error:
         finding = FAULTS["unreadable"].found(error.problem, where=Place(recipe.data.path, field="data"), fix=error.fix)
         others = _about_settings(recipe, None, (), None)

@@ -118,6 +118,13 @@ class LintReport:
             console.print(table)
         console.print(Text(self.summary()))
 
+    def lines(self) -> Iterator[str]:
+        """One line a code, for a log: `warning duplicate-rows (5: 1, 9, 3, 7, 11): rows 1 and 9 are equal`."""
+        for (severity, code), group in grouped(self.findings):
+            rows = f" ({rows_words(group)})" if group[0].rows else ""
+            allowed = " (allowed)" if severity == "error" and code in self.allowed else ""
+            yield f"{severity} {code}{allowed}{rows}: {group[0].message}"
+
     def summary(self) -> str:
         """`2 errors, 1 warning, 3 notes in 5,000 rows of rows.jsonl`."""
         counts = ((len(self.errors), "error"), (len(self.warnings), "warning"), (len(self.notes), "note"))

@@ -186,9 +186,11 @@ class Slots:
 
     def take_out(self) -> None:
         """Leave the base exactly as it was."""
-        for parent, leaf, module in self._replaced:
-            setattr(parent, leaf, module)
         layer: Any
+        for parent, leaf, module in self._replaced:
+            layer = parent.get_submodule(leaf)
+            layer.alone = None  # it and its bundle hold one another: memory would wait for Python's cycle collector
+            setattr(parent, leaf, module)
         keep_inputs_again(self._int8)
         for layer in self._checkpointed:
             layer.gradient_checkpointing, layer.training = False, False

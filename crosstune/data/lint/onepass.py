@@ -35,7 +35,6 @@ from crosstune.progress import Progress, Quiet, stage
 from crosstune.recipe import Data, Model, Recipe
 from crosstune.splits import Fold
 from crosstune.suspects import read_row_numbers
-from crosstune.sweep import trials_to_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -136,11 +135,19 @@ def _about_settings(recipe: Recipe, rows: Rows | None, folds: Sequence[Fold], lo
     yield from settings.check_without_effect(recipe)
     yield from settings.check_allowed(recipe.lint.allow)
     said: set[str] = set()
-    for trial in trials_to_plan(recipe):
-        for finding in _about_trial(trial.recipe, shape, rows, folds, look):
+    for trial in _trials(recipe):
+        for finding in _about_trial(trial, shape, rows, folds, look):
             if finding.message not in said:
                 said.add(finding.message)
                 yield finding
+
+
+def _trials(recipe: Recipe) -> list[Recipe]:
+    if not recipe.sweep:
+        return [recipe]
+    from crosstune.sweep import trials_to_plan  # brings scikit-learn, a second of start-up
+
+    return [trial.recipe for trial in trials_to_plan(recipe)]
 
 
 def _about_trial(

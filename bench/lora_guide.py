@@ -3,7 +3,7 @@
     python bench/lora_guide.py --model SmolLM2-135M-Instruct.Q4_1.gguf --out runs/guide --seeds 0 1 2
 
 Data: question–answer rows of the package chatterbot-corpus, and rated words of the package vaderSentiment (a choice).
-Each run goes on where it was stopped. Below each table stands what `sweep.prune: halving` would have trained of the same
+Each run goes on where it was stopped. Below each table stands what `sweep.prune: halving` would have trained of these
 lanes, and which winner it would have found: a lane's result doesn't depend on the lanes beside it.
 """
 

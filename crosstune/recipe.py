@@ -49,6 +49,19 @@ def _interval(value: Any) -> Any:
     return value
 
 
+def _function_names(value: Any) -> Any:
+    """Functions among the metrics by the name under which they can be found again."""
+    if not isinstance(value, list | tuple):
+        return value
+    return [_function_name(one) if callable(one) else one for one in value]
+
+
+def _function_name(function: Any) -> str:
+    if "<" in function.__qualname__:
+        raise ValueError(f"the function {function.__qualname__} can't be found again; put it at the top of a module")
+    return f"{function.__module__}:{function.__qualname__}"
+
+
 class Section(BaseModel):
     """Frozen, and nothing that it doesn't know gets in."""
 
@@ -215,7 +228,9 @@ class Train(Section):
 class Evaluate(Section):
     """What is measured on held-out rows, and how often."""
 
-    metrics: tuple[str, ...] = Field(("loss", "token_accuracy"), description="Metrics on rows never seen.")
+    metrics: Annotated[tuple[str, ...], BeforeValidator(_function_names)] = Field(
+        ("loss", "token_accuracy"), description="Metrics on rows never seen: names, or file.py:function."
+    )
     every: Literal["epoch"] | Count = Field("epoch", description="Evaluate at every epoch, or every so many steps.")
     labels: tuple[str, ...] | str | None = Field(
         None, description="Labels of choice metrics: a list, or the column with the right one. Default: all answers."

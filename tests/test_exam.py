@@ -103,6 +103,26 @@ def test_a_sweep_ranks_a_learning_rate_of_zero_last(tiny, colours, tmp_path):
     assert "better than" in result.report["conclusion"]
 
 
+def first_letter(predicted, wanted):
+    """Share of answers that begin with the right letter."""
+    return [float(p[:1] == w[:1]) for p, w in zip(predicted, wanted, strict=True)]
+
+
+def test_a_function_can_be_a_metric_and_rank_a_sweep(tiny, colours, tmp_path):
+    evaluate = {"metrics": ["loss", first_letter], "max_new_tokens": 4}
+    name = "tests.test_exam:first_letter"
+    sweep = {"train.learning_rate": [0.0, 3e-3], "metric": name}
+    result = run(
+        recipe(tiny, colours, tmp_path / "r", evaluate=evaluate, sweep=sweep, train={"epochs": 6}, device={"lanes": 6})
+    )
+    marks = Run.read(result.run).read_lane_rows(1, 0, "answers.parquet")
+    score = np.mean(first_letter(marks["answer"], marks["wanted"]))
+    assert result.trials[1]["folds"][0][name] == pytest.approx(score)
+    assert result.report["ranking"][0][name] == max(trial["metrics"][name]["mean"] for trial in result.trials)
+    with pytest.raises(CrosstuneError, match="can't be found again"):
+        run(recipe(tiny, colours, tmp_path / "s", evaluate={"metrics": [lambda p, w: 0.0]}))
+
+
 def lane_steps(folder):
     place = Run.read(folder)
     finished = sum(event["steps"] for event in place.finished_lanes().values())

@@ -11,7 +11,8 @@ import pytest
 
 from crosstune.data.lint import LintReport, lint
 from crosstune.data.load import load_rows
-from crosstune.errors import Finding, RecipeError
+from crosstune.errors import DataError, Finding, RecipeError, Refused
+from crosstune.progress import Quiet
 from crosstune.recipe import Data, Recipe
 from tests.lintbed import found, lint_file, tiny_models
 from tests.tiny import CASES
@@ -100,6 +101,28 @@ def test_t09_rows_in_which_nothing_is_learned(lint_case: LintCase) -> None:
     report = lint_case("T09-text.jsonl", answer_after="Reply:")
     assert "6 of 6 rows" in only(report, "completion-mask-empty").message
     assert report.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "T02-double-bos.jsonl",
+        "T05-llama2-text.jsonl",
+        "T06-special-in-content.jsonl",
+        "D04-roles.jsonl",
+        "D06-pretty.json",
+        "D07-empty.jsonl",
+    ],
+)
+def test_a_run_refuses_before_anything_is_written(file: str, tiny: Path, tmp_path: Path) -> None:
+    import crosstune
+
+    with pytest.raises((Refused, DataError)) as refused:
+        crosstune.cross_validate(
+            data=str(CASES / file), model=str(tiny), folds={"k": 2}, output=str(tmp_path / "run"), progress=Quiet()
+        )
+    assert refused.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
 
 
 # --- rows and files --------------------------------------------------------------------------------------------------

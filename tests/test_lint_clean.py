@@ -91,7 +91,7 @@ def test_template_made_questions_are_no_near_duplicates(tmp_path: Path) -> None:
         "Use <s>old</s> for struck text, and a < b > c.",
         "Call y = W @ x.mean(0) or q @ k.mT.to(device).",
         "Clone it: git@github.com:owner/name.git, or mail noreply@service.org.",
-        "Write to you@example.com, admin@mail.test or root@localhost.",
+        "Write to you@example.com, admin@mail.test, root@localhost or name@yourcompany.com.",
         "The risk-averse task-force of sk-learn; eyJ is no token, AKIA neither.",
         "Set OPENAI_API_KEY=sk-xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
         'Answer in JSON: {"role": "admin", "content": null} or ["a", {"value": 1}].',

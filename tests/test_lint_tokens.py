@@ -253,3 +253,36 @@ def test_rows_in_memory_and_a_splitter_object(tiny: Path) -> None:
     rows = load_rows(CHAT, Data(path=str(CHAT)))
     assert found(lint_rows(rows, recipe, splitter=KFold(2))) == {}
     assert "split-refused" in found(lint_rows(rows, recipe, splitter=KFold(9)), "error")
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"rank": 64, "alpha": 16}, None),  # QLoRA
+        ({"rank": 1, "alpha": 32}, None),  # LoRA Without Regret
+        ({"rank": 8, "alpha": 32}, None),
+        ({"rank": 256, "alpha": 512}, None),
+        ({"rank": 64, "alpha": 16, "rslora": True}, None),
+        ({"rank": 256, "alpha": 8}, "adapter-scale"),
+        ({"rank": 4, "alpha": 400}, "adapter-scale"),
+        ({"rank": 16, "alpha": 2, "rslora": True}, None),
+        ({"rank": 64, "alpha": 0.5, "rslora": True}, "adapter-scale"),
+        ({"dropout": 0.1}, None),
+        ({"dropout": 0.0005}, "dropout-without-effect"),
+    ],
+)
+def test_published_adapter_settings_are_left_alone(settings: dict[str, Any], code: str | None, tiny: Path) -> None:
+    recipe = Recipe.build(
+        {"model": str(tiny), "data": str(CHAT), "lora": settings}, ["train.batch_size=1", "folds.k=2"]
+    )
+    assert set(found(lint(recipe))) == ({code} if code else set())
+
+
+@pytest.mark.parametrize(
+    ("rate", "alpha", "told"),
+    [(2e-4, 32, False), (1e-5, 16, False), (2e-3, 32, False), (5e-3, 16, False), (0.0, 16, False), (0.1, 16, True), (1e-7, 16, True), (9e-3, 512, True)],
+)  # fmt: skip
+def test_learning_rate_by_itself_and_times_the_scale(rate: float, alpha: float, told: bool, tiny: Path) -> None:
+    tree = {"model": str(tiny), "data": str(CHAT), "lora": {"rank": 16, "alpha": alpha}, "train": {"batch_size": 1}}
+    report = lint(Recipe.build(tree, [f"train.learning_rate={rate}", "folds.k=2"]))
+    assert ("learning-rate" in found(report)) is told

@@ -210,7 +210,8 @@ def _words(row: Row) -> tuple[list[str], list[str]]:
     """Words asked and words answered. System turns repeat and say nothing; all of a text counts as asked."""
     if row.shape == "messages":
         asked = " ".join(turn.content for turn in row.turns if turn.role not in ("assistant", "system", "developer"))
-        answered = " ".join(turn.content for turn in row.turns if turn.role == "assistant")
+        answers = (turn for turn in row.turns if turn.role == "assistant")
+        answered = " ".join(f"{turn.content} {turn.extra.get('tool_calls', '')}" for turn in answers)
         return asked.casefold().split(), answered.casefold().split()
     if row.shape == "prompt":
         return row.prompt.casefold().split(), row.completion.casefold().split()

@@ -41,6 +41,7 @@ FORMATS = (
     Format("GPT", ("<|endoftext|>",), ("<|startoftext|>", "<|endoftext|>")),
     Format("Alpaca", ("### Instruction:", "### Response:"), ("### Instruction:", "### Input:", "### Response:"), True),
 )  # fmt: skip
+ALPACA_BEGINS = "Below is an instruction"
 
 
 class Marks:
@@ -113,11 +114,13 @@ class Marks:
 
     def _severity(self, form: Format, row: Row, text: str, found: Sequence[str]) -> Severity:
         """An error where a text begins in the format; less where it may only speak of it, or no model is named."""
+        begins = text.lstrip().startswith((*found, ALPACA_BEGINS))
         if form.plain:
             # Base models are trained on Alpaca's headers as ordinary text, to good effect. With a chat template at
             # hand, or inside its turns, they are a second template.
-            return "warning" if self.has_template or row.shape == "messages" else "note"
-        if not text.lstrip().startswith(tuple(found)):
+            second = begins if row.shape == "messages" else self.has_template
+            return "warning" if second else "note"
+        if not begins:
             return "note" if row.shape == "messages" else "warning"
         return "error" if self.known else "warning"
 

@@ -15,14 +15,21 @@ from crosstune.recipe import Recipe
 SCALES = (1 / 8, 64.0)
 # LoRA's published rates run from 1e-5 (preference tuning) to 2e-3 (rank 1 and short runs); a factor of five to spare.
 RATES = (2e-6, 1e-2)
+# AdamW moves B by about the rate a step, so the weights move by rate times scale. Fastest published: 3e-3 times 32/1.
+FASTEST = 0.2
 FEWEST_STEPS = 10
 DROPOUTS = (0.001, 0.5)
 
 
+def scale_of(recipe: Recipe) -> float:
+    """What the adapter's output is multiplied by: alpha / rank, or alpha / sqrt(rank) with rslora."""
+    lora = recipe.lora
+    return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+
+
 def check_adapter_scale(recipe: Recipe) -> Iterator[Finding]:
     """alpha / rank, or alpha / sqrt(rank)."""
-    lora = recipe.lora
-    scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+    lora, scale = recipe.lora, scale_of(recipe)
     if not SCALES[0] <= scale <= SCALES[1]:
         how = "alpha / sqrt(rank)" if lora.rslora else "alpha / rank"
         message = f"lora.alpha {lora.alpha:g} and lora.rank {lora.rank} scale the adapter by {scale:g} ({how})"
@@ -36,6 +43,14 @@ def check_learning_rate(recipe: Recipe) -> Iterator[Finding]:
         side = "below" if rate < RATES[0] else "above"
         message = f"train.learning_rate {rate:g} is far {side} any published one for LoRA (1e-5 to 2e-3)"
         yield FAULTS["learning-rate"].found(message, where=Place(field="train.learning_rate"))
+    elif rate * scale_of(recipe) > FASTEST:
+        moved = rate * scale_of(recipe)
+        message = (
+            f"train.learning_rate {rate:g} times the adapter's scale {scale_of(recipe):g} is {moved:g}; "
+            f"published settings stay below {FASTEST / 2:g}"
+        )
+        fix = "Lower train.learning_rate, or lora.alpha."
+        yield FAULTS["learning-rate"].found(message, where=Place(field="train.learning_rate"), fix=fix)
 
 
 def check_dropout(recipe: Recipe) -> Iterator[Finding]:

@@ -166,9 +166,12 @@ EMAIL = re.compile(
     r"(?<![\w.+/@:-])[A-Za-z0-9][\w.+-]{0,63}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+"
     r"(?:[a-z]{2}|com|org|net|edu|gov|mil|int|info|biz|name|dev|app|cloud|online|site|tech|shop|blog|email)(?![\w(@-]|\.\w)"
 )
-# Reserved for documentation (RFC 2606, RFC 6761), the ssh user of git hosts, and senders that are no person.
+# Reserved for documentation (RFC 2606, RFC 6761) or filled in by habit; the ssh user of git hosts; no person at all.
 NO_PERSON = re.compile(
-    r"@(?:[\w-]+\.)*(?:example|test|invalid|localhost)(?:\.\w+)?$|^(?:git|hg|svn|no-?reply|noreply)@", re.I
+    r"@(?:[\w-]+\.)*(?:example|test|invalid|localhost)(?:\.\w+)?$"
+    r"|@(?:(?:your|my)?-?(?:domain|company)|email|foo|bar|acme)\.(?:com|org|net|io)$"
+    r"|^(?:git|hg|svn|no-?reply)@",
+    re.IGNORECASE,
 )
 
 

@@ -10,7 +10,6 @@ import difflib
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
+from crosstune.axes import Axis, read_axis
 from crosstune.errors import RecipeError
 from crosstune.metrics import find_metric
 from crosstune.mistakes import ALIASES
@@ -65,39 +65,6 @@ class Sweep(Section):
     prune_after: Int = Field(1, ge=1, description="Folds that a trial finishes before it may be given up.")
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One swept option: the values to try, or a range to draw from."""
-
-    name: str
-    values: tuple[Any, ...] = ()
-    low: float = math.nan
-    high: float = math.nan
-    log: bool = False
-    whole: bool = False
-
-    @property
-    def is_range(self) -> bool:
-        return not self.values
-
-    @property
-    def examples(self) -> tuple[Any, ...]:
-        """Values that stand for all when the axis is checked."""
-        return self.values or (self.cast(self.low), self.cast(self.high))
-
-    def cast(self, value: float) -> Any:
-        return round(value) if self.whole else float(value)
-
-    def draw(self, rng: np.random.Generator) -> Any:
-        if self.values:
-            return self.values[int(rng.integers(len(self.values)))]
-        if self.log:
-            return self.cast(float(np.exp(rng.uniform(math.log(self.low), math.log(self.high)))))
-        # A whole number k is the rounding of [k - ½, k + ½): both ends are as likely as the others.
-        half = 0.5 if self.whole else 0.0
-        return min(max(self.cast(rng.uniform(self.low - half, self.high + half)), self.low), self.high)
-
-
 def read_sweep(recipe: Recipe) -> tuple[Sweep, tuple[Axis, ...]]:
     """The recipe's sweep section, judged completely; one `RecipeError` names every mistake and its fix."""
     mistakes: list[str] = []
@@ -117,7 +84,7 @@ def read_sweep(recipe: Recipe) -> tuple[Sweep, tuple[Axis, ...]]:
         if name not in kinds:
             mistakes.append(_unknown(name))
             continue
-        axis = _read_axis(name, value, whole=kinds[name].startswith("whole number"))
+        axis = read_axis(name, value, whole=kinds[name].startswith("whole number"))
         found = [axis] if isinstance(axis, str) else _faults(recipe, axis)
         mistakes += found
         if not found and isinstance(axis, Axis):
@@ -204,35 +171,6 @@ def _parted(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
         else:
             plain[key] = value
     return plain, swept
-
-
-def _read_axis(name: str, value: Any, *, whole: bool) -> Axis | str:
-    if isinstance(value, list | tuple) and value:
-        return Axis(name, values=tuple(value))
-    if isinstance(value, Mapping) and len(value) == 1:
-        word, inner = next(iter(value.items()))
-        if word == "choice" and isinstance(inner, list | tuple) and inner:
-            return Axis(name, values=tuple(inner))
-        if word in ("log", "uniform"):
-            return _read_range(name, word, inner, whole=whole)
-        near = difflib.get_close_matches(str(word), ["log", "uniform", "choice"], n=1) or ["log, uniform or choice"]
-        return f"sweep.{name}: unknown distribution {word!r}; did you mean {near[0]}?"
-    return (
-        f"sweep.{name}: a list of values or one of {{log: [a, b]}}, {{uniform: [a, b]}}, {{choice: […]}} is expected "
-        f"(got {value!r})"
-    )
-
-
-def _read_range(name: str, word: str, inner: Any, *, whole: bool) -> Axis | str:
-    numbers = isinstance(inner, list | tuple) and len(inner) == 2
-    if not numbers or any(isinstance(end, bool) or not isinstance(end, int | float) for end in inner):
-        return f"sweep.{name}: {word} takes two numbers, [low, high] (got {inner!r})"
-    low, high = inner
-    if not low < high:
-        return f"sweep.{name}: low must be below high (got {inner!r})"
-    if word == "log" and low <= 0:
-        return f"sweep.{name}: a log range starts above 0 (got {inner!r})"
-    return Axis(name, low=low, high=high, log=word == "log", whole=whole)
 
 
 def _case_faults(recipe: Recipe, sweep: Sweep, axes: Sequence[Axis]) -> list[str]:

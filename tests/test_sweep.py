@@ -2,13 +2,15 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from crosstune.errors import RecipeError
+from crosstune.options import list_options
 from crosstune.recipe import Recipe
-from crosstune.sweep import Trial, expand, read_sweep, share_of_rows
+from crosstune.sweep import Sweep, Trial, expand, read_sweep, share_of_rows
 
 
 def recipe(**sweep):
@@ -123,3 +125,9 @@ def test_cases_are_the_trials_themselves():
     ]:
         with pytest.raises(RecipeError, match=words):
             expand(recipe(**bad))
+
+
+def test_the_page_of_sweeps_lists_every_key_as_it_is():
+    page = (Path(__file__).parent.parent / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    for option in list_options(Sweep):
+        assert f"| `{option.name}` |" in page and option.description in page, option.name

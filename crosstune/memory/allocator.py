@@ -9,8 +9,9 @@ The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.8 to 2.13), fo
     freed neighbours inside a segment are joined; a segment is given back only by empty_cache, or when the limit is hit
 
 With expandable segments each pool is one segment that grows at its end in steps of 20 MiB (small: 2 MiB), and every
-remainder is split off. What is allocated while a CUDA graph is captured comes from a pool of the graph's own, whose
-segments serve nothing else as long as the graph lives.
+remainder is split off; empty_cache gives back whole free steps anywhere, which leaves holes that are filled later.
+What is allocated while a CUDA graph is captured comes from a pool of the graph's own, whose segments serve nothing
+else as long as the graph lives.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Pool:
     small: bool
     graph: int = 0
     free: list[tuple[int, int, Block]] = field(default_factory=list)
+    holes: list[Block] = field(default_factory=list)  # expandable segments: given back, by address
     end: Block | None = None  # expandable segments: the last block of the pool's only segment
 
     def put(self, block: Block) -> None:
@@ -59,6 +61,11 @@ class Pool:
     def take(self, block: Block) -> None:
         del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
         block.free = False
+
+    @property
+    def step(self) -> int:
+        """By how much an expandable segment grows."""
+        return SMALL_SEGMENT if self.small else LARGE_SEGMENT
 
     def best_fit(self, size: int) -> Block | None:
         place = bisect.bisect_left(self.free, (size, -1))
@@ -115,10 +122,10 @@ class Allocator:
         for pool in self.pools.values():
             if pool.graph:
                 continue
-            if self.expandable:
-                self._unmap(pool)
             for _, _, block in list(pool.free):
-                if not self.expandable and block.before is None and block.next is None:
+                if self.expandable:
+                    self._unmap(block)
+                elif block.before is None and block.next is None:
                     pool.take(block)
                     self.reserved -= self.segments.pop(block.address)
 
@@ -145,18 +152,20 @@ class Allocator:
         return block
 
     def _grow(self, pool: Pool, size: int) -> Block:
-        step = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        for hole in pool.holes:
+            if hole.size >= size:
+                return self._fill(hole, size)
         end = pool.end
         have = end.size if end is not None and end.free else 0
-        count = -(-(size - have) // step) * step
+        count = -(-(size - have) // pool.step) * pool.step
         self._reserve(count)
-        end = pool.end  # _reserve may have unmapped it
-        if end is not None and end.free:
+        if end is not None and end.free and end is pool.end:  # _reserve may have given it back
             pool.take(end)
             end.size += count
             return end
-        # A pool's addresses never meet another's: 2^48 apart.
-        address = end.address + end.size if end is not None else (len(self.pools) + 1) << 48
+        end = pool.end
+        # Pools lie far apart, and begin at a multiple of every step.
+        address = end.address + end.size if end is not None else (len(self.pools) + 1) * (LARGE_SEGMENT << 24)
         block = Block(address, count, pool)
         block.free, block.before = False, end
         if end is not None:
@@ -164,16 +173,43 @@ class Allocator:
         pool.end = block
         return block
 
-    def _unmap(self, pool: Pool) -> None:
-        """Whole free pages go back: those at the end of the segment, as holes further down are few."""
-        end = pool.end
-        if end is None or not end.free:
+    def _unmap(self, block: Block) -> None:
+        """Give back the whole steps inside a free block; what is left of it on either side stays free."""
+        pool = block.pool
+        start = -(-block.address // pool.step) * pool.step
+        stop = (block.address + block.size) // pool.step * pool.step
+        if stop <= start:
             return
-        pool.take(end)
-        self.reserved -= end.size
-        pool.end = end.before
-        if end.before is not None:
-            end.before.next = None
+        pool.take(block)
+        if start > block.address:
+            self._split(block, start - block.address)
+            pool.put(block)
+            block = block.next  # type: ignore[assignment]
+            pool.take(block)
+        if stop < block.address + block.size:
+            self._split(block, stop - block.address)
+        self.reserved -= block.size
+        if block.next is None:
+            pool.end = block.before
+            if block.before is not None:
+                block.before.next = None
+            return
+        pool.holes.append(block)
+        pool.holes.sort(key=lambda hole: hole.address)
+
+    def _fill(self, hole: Block, size: int) -> Block:
+        """Reserve as much of a hole as is wanted."""
+        pool = hole.pool
+        count = -(-size // pool.step) * pool.step
+        pool.holes.remove(hole)
+        self._reserve(count)
+        if count < hole.size:
+            self._split(hole, count)
+            rest = hole.next
+            assert rest is not None
+            pool.take(rest)
+            bisect.insort(pool.holes, rest, key=lambda block: block.address)
+        return hole
 
     def _reserve(self, count: int) -> None:
         if self.limit is not None and self.reserved + count > self.limit:

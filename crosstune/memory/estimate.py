@@ -1,29 +1,25 @@
 """Bytes by part, in closed form: no torch, no weights, under a millisecond.
 
 A training step holds its most at one of a few moments, each of which is a sum of parts; the peak is the largest.
-Legend: K lanes, M rows a lane and pass, T tokens of the longest row, N = K·M·T tokens of a pass; h hidden, f MLP width,
-q and k widths of all query and all key heads, V vocabulary, L layers, n of them checkpointed; c bytes of a number in
-the compute type; P numbers in one lane's adapter; R rank, tau targets a block.
+Legend: K lanes, M rows a lane and pass, T tokens of the longest row, N = K·M·T tokens of a pass; h hidden, V
+vocabulary, L layers, n of them checkpointed; c bytes of a number in the compute type; P numbers in a lane's adapter.
 
 What stays from step to step
   base        c · numbers, or for NF4 half a byte each + a byte per 64 (+ 4 bytes per 16,384) of statistics
   adapters    4·K·P in fp32, and c·K·P as cast for the pass where c < 4
   gradient    4·K·P;   AdamW's two moments 8·K·P
 
-What a token of a pass leaves in a block for the backward pass (transformers' Llama block, SDPA, all linears adapted)
-  2 RMSNorms      keep their input in fp32 and 1/rms                            2·(4h + 4)
-  q, k, v         read one tensor                                               c·h
-  attention       q and k after rotary, v, output (which o_proj reads), logsumexp   c·(2q + 2k) + 4·heads
-  gate, up        read one tensor                                               c·h
-  SwiGLU          gate, silu(gate), up, their product (which down_proj reads)   4·c·f
-  adapters        x·A of each target                                            c·R·tau
-A checkpointed block leaves its input, c·h, and makes the rest again when the backward pass gets there.
+What a pass leaves for its backward pass: (L − n) · N times what a block keeps of a token (memory/block.py), and for
+each checkpointed block its input, c·h·N; it makes the rest again when the backward pass gets there.
 
 The moments
-  head      all blocks' share + the final norm + one chunk of logits + the gradient of the hidden states
-  recompute the lowest not yet passed blocks' share + one block made again + its backward temporaries
-  optimizer the states + AdamW's temporaries
-On top: cuBLAS workspaces (inside the allocator), fragmentation, context and libraries (outside it).
+  head        all of that + the final norm + the targets' states and their gradient + one chunk of logits, 8·V a target
+  final norm  all of that + the norm's backward pass
+  block       all of that + the backward pass of the topmost block, if that isn't checkpointed
+  recomputed  the n inputs + one block made again + its backward pass
+  evaluation  a batch without autograd: one block, or one chunk of logits
+The optimizer needs nothing beside its state. On top lie cuBLAS's workspaces (inside the allocator), fragmentation, and
+context and libraries (outside it).
 """
 
 from __future__ import annotations
@@ -31,39 +27,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from crosstune.memory.block import DTYPE_BYTES as DTYPE_BYTES
+from crosstune.memory.block import Block, block_of
+from crosstune.memory.block import Settings as Settings  # also offered here
 from crosstune.memory.gpus import MIB, Machine
-from crosstune.memory.precision import repeats_heads
 from crosstune.memory.shape import Linear, ModelShape
 
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 EVALUATE_TOKENS = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # a batch without autograd, at most
 HEAD_CHUNK_BYTES = {"cpu": 64 * MIB, "mps": 128 * MIB, "cuda": 512 * MIB}  # fp32 logits that exist at one time
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """All that decides a pass's bytes besides the model and the device."""
-
-    lanes: int
-    micro_batch: int
-    tokens: int  # of the longest row of a pass: every row is padded to it
-    checkpointed: int = 0
-    quantization: str = "none"
-    double_quant: bool = True
-    precision: str = "bf16"
-    rank: int = 16
-    targets: tuple[Linear, ...] = ()
-    dropout: bool = False
-    evaluate_tokens: int = 0  # of a batch without autograd
-    repeats_heads: bool = False  # keys and values are kept for every query head (precision.repeats_heads)
-
-    @property
-    def pass_tokens(self) -> int:
-        return self.lanes * self.micro_batch * self.tokens
-
-    @property
-    def number_bytes(self) -> int:
-        return DTYPE_BYTES[self.precision]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,26 +68,31 @@ class Estimate:
 
 def estimate(shape: ModelShape, settings: Settings, machine: Machine) -> Estimate:
     """The whole process on the device, by part, for training with `settings`."""
-    repeats = repeats_heads(machine, settings.precision)
-    settings = replace(settings, targets=settings.targets or shape.linears, repeats_heads=repeats)
-    kept = {**base_parts(shape, settings), **lane_parts(shape, settings)}
+    settings = replace(settings, targets=settings.targets or shape.linears)
+    block, n = block_of(shape, settings, machine), settings.checkpointed
+    everything = _stash(block, whole=shape.layers - n, inputs=n)
     moments = {
-        "head": _head(shape, settings, head_chunk(shape.vocab, machine.kind)),
-        "final norm": _final_norm(shape, settings),
+        "head": {**everything, **_head(block, machine)},
+        "final norm": {**everything, "backward: final norm": block.final_norm()},
     }
-    n = settings.checkpointed
     if n < shape.layers:
-        moments["block"] = _block(shape, settings, shape.layers - n, n, again=False)
+        moments["block"] = {**everything, **_backward(block, again=False)}
     if n:
-        moments["recomputed block"] = _block(shape, settings, 0, n, again=True)
+        made = {"activations: layer made again": settings.pass_tokens * (block.saved - block.input_saved)}
+        moments["recomputed block"] = {**_stash(block, whole=0, inputs=n), **made, **_backward(block, again=True)}
     if settings.evaluate_tokens:
-        tokens = settings.evaluate_tokens
-        moments["evaluation"] = {"evaluation": evaluation_bytes(shape, settings, tokens, machine.kind)}
+        moments["evaluation"] = {"evaluation": evaluation_bytes(block, settings.evaluate_tokens, machine.kind)}
     at = max(moments, key=lambda name: sum(moments[name].values()))
-    parts = {**kept, **moments[at], "batch": batch_bytes(settings), "cuBLAS workspaces": machine.cublas_bytes}
     transient = sum(moments[at].values())
-    parts["fragmentation"] = fragmentation_bytes(transient, machine)
-    parts["context and libraries"] = machine.context_bytes
+    parts = {
+        **base_parts(shape, settings),
+        **lane_parts(shape, settings),
+        **moments[at],
+        "batch": batch_bytes(settings),
+        "cuBLAS workspaces": machine.cublas_bytes,
+        "fragmentation": fragmentation_bytes(transient, machine),
+        "context and libraries": machine.context_bytes,
+    }
     return Estimate(parts, at, {name: sum(part.values()) for name, part in moments.items()})
 
 
@@ -163,35 +139,25 @@ def lane_parts(shape: ModelShape, settings: Settings) -> dict[str, int]:
     }
 
 
-def saved_per_token(shape: ModelShape, settings: Settings) -> int:
-    """Bytes that a block which isn't checkpointed keeps for each token until the backward pass."""
-    keys = shape.queries if settings.repeats_heads else shape.keys
-    c, h, f = settings.number_bytes, shape.hidden, shape.intermediate
-    targets = settings.targets
-    read = {linear.reads for linear in targets}
-    total = shape.norms * (4 * h + 4)  # RMSNorm computes in fp32
-    total += c * h * (("hidden" in read) + ("normed" in read))
-    total += c * (2 * shape.queries + 2 * keys) + 4 * shape.heads
-    if shape.head_norms:
-        total += 4 * (shape.queries + shape.keys)
-    if any(linear.name == "qkv_proj" for linear in shape.linears):
-        total += c * (shape.queries + shape.keys)  # v is a view of the fused output and keeps all of it
-    total += c * f * (3 + ("product" in read))
-    total += c * settings.rank * len(targets)
-    return total  # dropout keeps nothing: its masks are computed again
-
-
 def head_chunk(vocab: int, kind: str) -> int:
     """Target positions whose logits exist at one time."""
     return max(8, HEAD_CHUNK_BYTES[kind] // (4 * vocab))
 
 
-def _stash(shape: ModelShape, settings: Settings, whole: int, inputs: int) -> dict[str, int]:
+def evaluation_bytes(block: Block, tokens: int, kind: str) -> int:
+    """A batch of about `tokens` tokens without autograd: a block, or the head's chunk."""
+    row = block.settings.lanes * block.settings.tokens
+    tokens = row * max(1, tokens // row)  # whole rows, as many of each lane (train/evaluate.py)
+    states = 2 * tokens * block.settings.number_bytes * block.shape.hidden
+    chunk = min(tokens, head_chunk(block.shape.vocab, kind))
+    return max(block.evaluation(tokens), states + 8 * chunk * block.shape.vocab)
+
+
+def _stash(block: Block, *, whole: int, inputs: int) -> dict[str, int]:
     """What `whole` blocks and the inputs of `inputs` checkpointed ones keep for the backward pass."""
+    settings, shape = block.settings, block.shape
     N, c = settings.pass_tokens, settings.number_bytes
-    saved = whole * saved_per_token(shape, settings)
-    if whole and not settings.checkpointed:
-        saved -= 4 * shape.hidden + 4  # the first norm reads the embeddings, which need no gradient
+    saved = whole * block.saved - (block.not_saved_first if whole and not settings.checkpointed else 0)
     return {
         "activations: saved": N * saved,
         "activations: inputs of checkpointed layers": N * inputs * c * shape.hidden,
@@ -199,61 +165,19 @@ def _stash(shape: ModelShape, settings: Settings, whole: int, inputs: int) -> di
     }
 
 
-def _head(shape: ModelShape, settings: Settings, chunk: int) -> dict[str, int]:
-    N, c, h = settings.pass_tokens, settings.number_bytes, shape.hidden
+def _head(block: Block, machine: Machine) -> dict[str, int]:
+    N, c, shape = block.settings.pass_tokens, block.settings.number_bytes, block.shape
+    chunk = min(N, head_chunk(shape.vocab, machine.kind))
     return {
-        **_stash(shape, settings, shape.layers - settings.checkpointed, settings.checkpointed),
-        "activations: final norm": N * (4 * h + 4 + c * h),
-        "head: hidden states of the targets and their gradient": 2 * N * c * h,
-        "head: logits of a chunk": 8 * min(N, chunk) * shape.vocab,  # fp32, and as much again inside logsumexp
+        "activations: final norm": N * block.after(),
+        "head: hidden states of the targets and their gradient": 2 * N * c * shape.hidden,
+        "head: logits of a chunk": 8 * chunk * shape.vocab,  # fp32, and as much again inside logsumexp
     }
 
 
-def _final_norm(shape: ModelShape, settings: Settings) -> dict[str, int]:
-    """The first thing that the backward pass meets, all blocks' share still there: six fp32 copies of the states."""
-    N, c, h = settings.pass_tokens, settings.number_bytes, shape.hidden
-    return {
-        **_stash(shape, settings, shape.layers - settings.checkpointed, settings.checkpointed),
-        "backward: final norm": N * (6 * 4 * h + c * h),
-    }
-
-
-def _block(shape: ModelShape, settings: Settings, whole: int, inputs: int, again: bool) -> dict[str, int]:
-    """The MLP's backward pass in the topmost of these blocks."""
-    N, c, h, f = settings.pass_tokens, settings.number_bytes, shape.hidden, shape.intermediate
-    product = c * f * any(linear.reads == "product" for linear in settings.targets)  # let go before the peak
-    low = c * settings.rank
-    plain = N * (3 * c * f - product + 2 * c * h + low)
-    masked = N * (2 * c * f + 5 * f) if settings.dropout else 0  # int32 hashes, the mask, two masked copies
-    weight = dequantized_bytes(shape, settings)
-    undone = N * (2 * c * f + c * h + low) + weight if weight else 0
-    parts = _stash(shape, settings, whole, inputs)
-    if again:
-        parts["activations: layer made again"] = N * saved_per_token(shape, settings)
-    if settings.quantization == "int8":  # in the forward pass: the input in fp16, |it|, its mask, itself in int8
-        plain = max(plain, N * f * (4 if settings.precision == "fp16" else 6))
-    at_weight = undone > plain
-    parts["backward: temporaries of a layer"] = masked + (undone - weight if at_weight else plain)
-    parts["dequantised weight"] = weight if at_weight else 0
-    return parts
-
-
-def evaluation_bytes(shape: ModelShape, settings: Settings, tokens: int, kind: str) -> int:
-    """A batch of `tokens` tokens without autograd: an MLP's three wide tensors, or the head's chunk."""
-    c, h, f = settings.number_bytes, shape.hidden, shape.intermediate
-    block = tokens * (3 * c * f + 2 * c * h) + dequantized_bytes(shape, settings)
-    if settings.quantization == "int8":
-        block += tokens * 5 * f  # the product in int32, the input in int8
-    return max(block, 2 * tokens * c * h + 8 * min(tokens, head_chunk(shape.vocab, kind)) * shape.vocab)
-
-
-def dequantized_bytes(shape: ModelShape, settings: Settings) -> int:
-    """The largest linear layer's weights in the compute type, which a quantised base makes for one matrix product."""
-    if settings.quantization == "none":
-        return 0
-    largest = max(linear.numel for linear in shape.linears)
-    statistics = 8 * -(-largest // 64) if settings.quantization == "nf4" and settings.double_quant else 0
-    return largest * settings.number_bytes + statistics
+def _backward(block: Block, *, again: bool) -> dict[str, int]:
+    needed, weight = block.backward(again=again)
+    return {"backward: temporaries of a layer": needed - weight, "dequantised weight": weight}
 
 
 def batch_bytes(settings: Settings) -> int:

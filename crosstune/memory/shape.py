@@ -45,6 +45,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+FUSED_FAMILIES = ("llama", "mistral", "qwen2")
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """One linear layer of a decoder block."""
@@ -80,6 +83,7 @@ class ModelShape:
     head_norms: bool = False
     max_tokens: int = 0
     known: bool = True
+    fusable: bool = False  # its blocks are replaced by fused ones on CUDA (model/block.py)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -104,6 +108,7 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings", rule.tied)), linears=linears, norms=rule.norms,
             head_norms=rule.head_norms, max_tokens=int(config.get("max_position_embeddings") or 0),
             known=family is not None,
+            fusable=family_name in FUSED_FAMILIES and str(config.get("hidden_act", "silu")) in ("silu", "swish"),
         )  # fmt: skip
 
     @classmethod

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.memory.block import block_of
 from crosstune.memory.estimate import EVALUATE_TOKENS, Estimate, Settings, estimate, evaluation_bytes
 from crosstune.memory.gpus import Machine
 from crosstune.memory.shape import ModelShape
@@ -130,9 +131,9 @@ def make_plan(job: Job, lanes: int, micro_batch: int, checkpointed: int) -> Plan
 
 def _evaluate_tokens(job: Job, settings: Settings, training: Estimate) -> int:
     """Halve the batch of an evaluation until it needs no more than training, down to one row a lane."""
-    least = settings.lanes * settings.tokens
+    block, least = block_of(job.shape, settings, job.machine), settings.lanes * settings.tokens
     tokens = max(least, EVALUATE_TOKENS[job.machine.kind])
-    while tokens > least and evaluation_bytes(job.shape, settings, tokens, job.machine.kind) > training.transient_bytes:
+    while tokens > least and evaluation_bytes(block, tokens, job.machine.kind) > training.transient_bytes:
         tokens = max(least, tokens // 2)
     return tokens
 

@@ -23,7 +23,7 @@ from crosstune.memory.allocator import Event, Replay, replay
 from crosstune.memory.estimate import Settings
 from crosstune.memory.gpus import Machine
 from crosstune.memory.precision import repeats_heads
-from crosstune.model import head
+from crosstune.model import block, head
 from crosstune.model.attach import Slots, attached, resolve_targets
 from crosstune.model.attention import REPEATED, register
 from crosstune.model.base import DTYPES, Base
@@ -146,7 +146,8 @@ def _as_on(machine: Machine, precision: str) -> Iterator[None]:
     """Let code that asks for the device's type take the branch of this device."""
     with ExitStack() as stack:
         stack.enter_context(attention_of(machine, precision))
-        stack.enter_context(patch.dict(head.CHUNK_BYTES, {"meta": head.CHUNK_BYTES[machine.kind]}))
+        for table in (head.CHUNK_BYTES, block.FUSED_ON):
+            stack.enter_context(patch.dict(table, {"meta": table[machine.kind]}))
         yield
 
 

@@ -83,7 +83,8 @@ class Tracker(TorchDispatchMode):
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
         rule = self.hidden.get(func._schema.name)
         inside = [(self._born(count), count) for count in rule(args, kwargs)] if rule else []
-        out = self.stand_ins.get(func._schema.name, func)(*args, **kwargs)
+        name, overload = func._schema.name, func._schema.overload_name
+        out = self.stand_ins.get(f"{name}.{overload}" if overload else name, func)(*args, **kwargs)
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self.track(tensor)

@@ -1,0 +1,232 @@
+"""Plans: what fits is used, what is asked for is kept, and when nothing fits there are ways out."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from crosstune.errors import DeviceError
+from crosstune.memory.explain import explain
+from crosstune.memory.gpus import GIB, find_gpu, this_cpu
+from crosstune.memory.picture import shown_parts
+from crosstune.memory.plan import plan_memory
+from crosstune.memory.shape import ModelShape
+from crosstune.memory.speed import counts_near, step_tokens
+from crosstune.memory.ways import ways_to_fit
+from crosstune.memory.widths import make_plan
+from crosstune.recipe import Recipe
+
+LLAMA = ModelShape.read("tests/cases/llama3-8b")
+ROWS = np.array([2048] * 10 + [300] * 190)
+
+
+def recipe(**sections):
+    return Recipe.build({"model": {"name": "tests/cases/llama3-8b"}, "data": "rows.jsonl", **sections})
+
+
+def plan(gpu="a100-40", lengths=ROWS, lanes=5, free=None, shape=LLAMA, **sections):
+    machine = this_cpu() if gpu == "cpu" else find_gpu(gpu)
+    asked = recipe(**sections)
+    precision = "fp32" if gpu == "cpu" else "bf16" if machine.capability >= (8, 0) else "fp16"
+    return plan_memory(
+        recipe=asked, shape=shape, lengths=np.asarray(lengths), num_lanes=lanes, ranks=[asked.lora.rank],
+        free_bytes=free or machine.total_bytes, device_kind=machine.kind, precision=precision, machine=machine,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["l4", "rtx-4090", "a100-40", "a100-80", "h200"])
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_a_plan_fits_and_its_parts_add_up(gpu, quantization):
+    found = plan(gpu, model={"name": "x", "quantization": quantization})
+    assert found.fits
+    assert sum(found.parts.values()) == found.peak_bytes <= find_gpu(gpu).total_bytes
+    assert found.lanes * found.waves >= 5
+    assert found.micro_batch * found.accumulation >= 8
+    assert found.larger is None or (found.larger.peak_bytes > found.free_bytes and found.larger.seconds < found.seconds)
+
+
+def test_more_memory_is_never_slower():
+    seconds = [
+        plan("h200", free=size * GIB, model={"name": "x", "quantization": "nf4"}).seconds
+        for size in (12, 16, 24, 40, 80, 139)
+    ]
+    assert all(later <= 1.2 * earlier for earlier, later in pairwise(seconds))
+    assert seconds[-1] < seconds[0]
+
+
+def test_lanes_share_a_wave_where_they_fit():
+    assert plan("h200", model={"name": "x", "quantization": "nf4"}, lengths=[128] * 50).lanes == 5
+    assert plan("l4", lengths=[2048] * 50).lanes == 1
+
+
+def test_what_the_recipe_sets_is_kept():
+    found = plan("h200", device={"lanes": 2, "micro_batch": 4, "checkpointing": 7})
+    assert (found.lanes, found.waves, found.micro_batch, found.accumulation, found.checkpointed_layers) == (
+        2,
+        3,
+        4,
+        2,
+        7,
+    )
+    assert plan("h200", device={"checkpointing": "all"}).checkpointed_layers == 32
+    assert plan("h200", device={"lanes": 99, "micro_batch": 99}).micro_batch == 8  # not more rows than the batch has
+
+
+def test_a_cpu_takes_all_lanes_in_one_wave_and_recomputes_nothing():
+    tiny = ModelShape.from_config({"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+                                   "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152})  # fmt: skip
+    found = plan("cpu", shape=tiny, lengths=[120] * 40, free=16 * GIB)
+    assert (found.lanes, found.waves, found.checkpointed_layers) == (5, 1, 0)
+    assert 1000 < found.lanes * found.micro_batch * 120 <= 4096
+
+
+def test_nothing_fits_names_three_ways_out():
+    with pytest.raises(DeviceError, match=r"the smallest plan needs 1\d\.\d GiB of NVIDIA T4's 14\.6 GiB") as error:
+        plan("t4")
+    assert error.value.exit_code == 2
+    assert "model.quantization=nf4 (saves" in error.value.fix
+    assert error.value.fix.count(";") == 2
+
+
+def test_each_way_out_gives_the_bytes_it_promises():
+    found = plan("a100-80")
+    for way in ways_to_fit(found.job, found):
+        if set(way.options) <= {"model.quantization", "lora.rank", "lora.targets"}:
+            other = found.job.like
+            other = replace(
+                other, quantization=way.options.get("model.quantization", "none"), rank=way.options.get("lora.rank", 16)
+            )
+            if "lora.targets" in way.options:
+                other = replace(other, targets=LLAMA.targets(way.options["lora.targets"]))
+            again = make_plan(replace(found.job, like=other), found.lanes, found.micro_batch, found.checkpointed_layers)
+            assert again.peak_bytes == way.peak_bytes == found.peak_bytes - way.saves_bytes
+
+
+def test_smaller_plans_end_and_each_needs_less():
+    found = plan("h200", model={"name": "x", "quantization": "nf4"})
+    chain = [found]
+    while (smaller := chain[-1].smaller()) is not None:
+        assert smaller.peak_bytes < chain[-1].peak_bytes
+        assert smaller.lanes == found.lanes  # a wave goes on with its lanes
+        assert smaller.micro_batch * smaller.accumulation >= found.job.batch_size  # the effective batch is kept
+        chain.append(smaller)
+    assert (chain[-1].micro_batch, chain[-1].checkpointed_layers) == (1, 32)
+    assert 3 < len(chain) < 60
+
+
+def test_evaluation_never_raises_the_peak_if_it_can_be_cut():
+    found = plan("l4", model={"name": "x", "quantization": "nf4"})
+    assert found.max_tokens * found.lanes <= found.evaluate_tokens <= 32768
+    assert "evaluation" not in found.parts
+
+
+def test_swept_options_count_at_their_widest():
+    narrow = plan("h200", device={"lanes": 5, "micro_batch": 1, "checkpointing": "none"}, lora={"targets": ["q_proj"]})
+    wide = plan("h200", device={"lanes": 5, "micro_batch": 1, "checkpointing": "none"}, lora={"targets": ["q_proj"]},
+                sweep={"lora.targets": [["q_proj"], ["q_proj", "up_proj"]]})  # fmt: skip
+    assert wide.parts["lanes: gradients"] > narrow.parts["lanes: gradients"]
+
+
+def test_tokens_of_a_step_are_those_of_plainly_padded_passes():
+    lengths, draw = np.array([3, 9, 4, 7, 12, 5]), np.random.default_rng(0)
+    rows = draw.choice(lengths, size=(32, 2, 4))  # the same draws, padded slowly and plainly
+    total = 0
+    for step in rows:
+        ordered = [sorted(lane, reverse=True) for lane in step.tolist()]
+        for start in (0, 2):
+            group = [lane[start : start + 2] for lane in ordered]
+            total += max(max(part) for part in group) * 4
+    assert step_tokens(lengths, lanes=2, batch_size=4, micro_batch=2) == (total / 32, 2)
+
+
+def test_counts_near():
+    assert list(counts_near(8)) == [8, 4, 3, 2, 1]
+
+
+def test_case_m05_the_head_is_chunked_and_says_what_it_saves():
+    asked = recipe(lora={"rank": 16, "targets": ["q_proj", "v_proj"]}, train={"batch_size": 1}, device={"kind": "cuda"})
+    found = explain(asked, gpu="a100-80", lanes=1, lengths=[8192] * 10)
+    told = found.to_json()
+    assert told["base_parameters"] == 8_030_261_248
+    assert told["base_bytes"] == 16_060_522_496
+    assert told["trainable_parameters"] == 6_815_744
+    assert told["logits_bytes"] == 8192 * 128_256 * 4
+    assert "chunked" in told["logits"]
+    assert told["parts"]["head: logits of a chunk"] <= 2 * 512 * 2**20
+
+
+def test_case_m05_plan_stays_below_1_gb_and_never_loads_torch():
+    code = (
+        "import sys, resource\n"
+        "from crosstune.memory.explain import explain\n"
+        "from crosstune.recipe import Recipe\n"
+        "r = Recipe.build({'model': 'tests/cases/llama3-8b', 'data': 'x.jsonl'})\n"
+        "explain(r, gpu='h100', lengths=[8192] * 10).to_json()\n"
+        "print('torch' in sys.modules, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded, peak = done.stdout.split()
+    assert (loaded, int(peak) < 1_000_000) == ("False", True)
+
+
+def test_case_m03_the_peak_is_taken_at_the_longest_row():
+    lengths = [38] * 32 + [3511] + [38] * 7
+    asked = recipe(train={"batch_size": 2}, device={"micro_batch": 2, "kind": "cpu", "lanes": 1})
+    found = explain(asked, memory="200GiB", lanes=1, lengths=lengths)
+    told = found.to_json()
+    assert (told["max_tokens"], told["pass_tokens"]) == (3511, 7022)
+    assert any("length-outlier: row 33 has 3511 tokens" in note for note in told["notes"])
+
+
+def test_case_p01_explain_refuses_bf16_on_a_t4():
+    with pytest.raises(DeviceError, match="bf16-unsupported: NVIDIA T4"):
+        explain(recipe(device={"precision": "bf16"}), gpu="t4", lengths=[100])
+    told = explain(recipe(model={"name": "tests/cases/llama3-8b", "quantization": "nf4"}), gpu="t4", lengths=[100] * 50)
+    assert told.to_json()["settings"]["device.precision"] == "fp16"
+
+
+def test_an_answer_that_nothing_fits_is_no_error():
+    found = explain(recipe(), gpu="t4", lengths=[2048] * 20)
+    told = json.loads(json.dumps(found.to_json()))
+    assert (told["fits"], found.exit_code) == (False, 2)
+    assert {"fits", "peak_bytes", "parts", "settings", "waves", "lanes_per_wave", "alternatives"} <= set(told)
+    assert sum(way["fits"] for way in told["alternatives"]) >= 2
+    assert sum(told["parts"].values()) == told["peak_bytes"]
+
+
+def test_memory_can_be_named_in_place_of_a_gpu():
+    found = explain(
+        recipe(model={"name": "tests/cases/llama3-8b", "quantization": "nf4"}), memory="16GiB", lengths=[512] * 50
+    )
+    assert found.fits
+    assert found.to_json()["free_bytes"] == 16 * GIB
+
+
+def test_the_table_has_the_plans_own_row():
+    found = explain(recipe(), gpu="h100", lengths=[512] * 50)
+    rows = found.to_json()["table"]
+    assert any(row["peak_bytes"] == found.plan.peak_bytes for row in rows)
+    assert {row["checkpointing"] for row in rows} >= {"none", "all", 16}
+
+
+def test_the_picture_is_an_svg_with_every_large_part():
+    import xml.etree.ElementTree as Tree
+
+    found = explain(recipe(), gpu="h100", lengths=[512] * 50)
+    picture = found.picture()
+    Tree.fromstring(picture)
+    assert all(name in picture for name in shown_parts(found.plan.parts))
+    assert "<svg" in found._repr_html_()
+
+
+def test_what_is_printed_names_the_verdict_and_the_ways(capsys):
+    from rich.console import Console
+
+    explain(recipe(), gpu="t4", lengths=[2048] * 20).show(Console(width=160))
+    out = capsys.readouterr().out
+    assert "does not fit on NVIDIA T4" in out
+    assert "Ways to fit:" in out

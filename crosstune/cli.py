@@ -34,7 +34,7 @@ def crosstune() -> None:
 
 for verb in (
     train.demo, look.init, look.lint, look.plan, train.run, look.compare, look.report,
-    train.fit, deploy.merge, deploy.average, deploy.generate, look.doctor,
+    train.fit, deploy.merge, deploy.average, deploy.gguf, deploy.generate, look.doctor,
 ):  # fmt: skip
     crosstune.add_command(verb)
 

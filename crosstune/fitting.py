@@ -267,7 +267,9 @@ def _found(run: Run, task: Task, seconds: float) -> Fit:
     fits = []
     for trial in task.trials:
         event, folder = finished[trial.index, None], run.lane_folder(trial.index, None) / "adapter"
-        commands = serve_commands(folder, kind="adapter", base_name=recipe.model.name, rank=trial.recipe.lora.rank)
+        name = run.folder.name if len(task.trials) == 1 else f"{run.folder.name}-{trial.index}"
+        base, rank = recipe.model.name, trial.recipe.lora.rank
+        commands = serve_commands(folder, kind="adapter", base_name=base, rank=rank, name=name)
         fits.append(
             Fitted(
                 trial.index, folder, event["settings"], event["rows"], event["steps"], event["epochs"],

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from crosstune.export import save_adapter
+from crosstune.export.serve import go_template, serve_commands, write_modelfile
+from crosstune.export.turns import plain_turns
 from crosstune.recipe import Lora
 from tests.adapters import TARGETS, random_adapter, target_modules
 
@@ -134,3 +136,71 @@ def test_the_config_is_pefts_own_with_the_exact_modules(tiny, tmp_path):
     assert config["target_modules"] == sorted(target_modules(tiny, ("q_proj", "v_proj")))
     assert (config["r"], config["lora_alpha"], config["lora_dropout"], config["use_rslora"]) == (4, 8, 0.1, True)
     assert config["task_type"] == "CAUSAL_LM" and config["inference_mode"] is True
+
+
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}"
+    "{% endif %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TALKS = [
+    [{"role": "user", "content": "a"}],
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+]
+
+
+def go_rendered(template: str, talk: list[dict[str, str]]) -> str:
+    """Ollama's template, by hand: the one loop and the one chain of ifs that are written."""
+    head, _, rest = template.partition("{{ range .Messages }}")
+    body, _, tail = rest.rpartition("{{ end }}{{ end }}")
+    parts = re.split(r"\{\{ (?:else )?if eq \.Role \"(\w+)\" \}\}", body)[1:]
+    by_role = dict(zip(parts[::2], parts[1::2], strict=True))
+    return head + "".join(by_role[turn["role"]].replace("{{ .Content }}", turn["content"]) for turn in talk) + tail
+
+
+@pytest.mark.parametrize("template", [None, CHATML], ids=["llama3", "chatml"])
+def test_ollamas_template_says_what_the_chat_template_says(tiny, template):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    turns = plain_turns(tokenizer)
+    for talk in TALKS:
+        want = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        with_system = (
+            [{"role": "system", "content": turns.system}, *talk] if turns.system and talk[0]["role"] == "user" else talk
+        )
+        assert turns.start + go_rendered(go_template(turns), with_system) == want
+    assert turns.system == ("Be brief." if template else "")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",  # says how many
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | upper }}{% endfor %}",  # changes the content
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m['content'] }}{% endfor %}",
+        "",
+    ],
+)
+def test_a_template_that_does_more_is_left_to_ollama(tiny, tmp_path, template):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = template
+    assert plain_turns(tokenizer) is None
+    write_modelfile(tmp_path, tokenizer, [361, 368], source={"FROM": "."})
+    text = (tmp_path / "Modelfile").read_text()
+    assert "TEMPLATE" not in text and 'PARAMETER stop "<|eot_id|>"' in text
+
+
+def test_served_under_vllms_own_ranks():
+    for rank, said in ((1, 8), (8, 8), (9, 16), (64, 64), (500, 512)):
+        assert f"--max-lora-rank {said} " in serve_commands("f", kind="adapter", base_name="b", rank=rank)["vllm"]
+
+
+def test_secrets_and_paths_stay_out_of_the_card(tiny, tmp_path):
+    token = "hf_" + "a1B2" * 9
+    export(tmp_path / "adapter", tiny, Lora(rank=4), card={"data": "/home/me/rows.jsonl", "note": f"read with {token}"})
+    for file in ("README.md", "crosstune.json"):
+        text = (tmp_path / "adapter" / file).read_text()
+        assert token not in text
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "/home/me" not in card and "rows.jsonl" in card

@@ -69,7 +69,7 @@ def save_adapter(
             sums = "".join(f"{digest}  {name}\n" for name, digest in sorted(base_files.items()))
             (work / BASE_CHECKSUMS).write_text(sums, encoding="utf-8")
         facts = redact_tree(dict(card))
-        write_json(work / FACTS, {"base": base_name, "card": facts, "versions": versions()})
+        write_json(work / FACTS, {"base": base_name, "card": facts, "versions": versions()}, sort=False)
         serve = serve_section("adapter", base_name=base_name, rank=lora.rank)
         text = model_card(facts, base_name=base_name, kind="adapter", serve=serve)
         (work / "README.md").write_text(text, encoding="utf-8")
@@ -107,9 +107,10 @@ def write_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase | N
     GenerationConfig(**fields).save_pretrained(folder)
 
 
-def write_json(file: Path, tree: Mapping[str, Any]) -> None:
-    """`tree` as JSON with sorted keys: equal values, equal bytes."""
-    file.write_text(json.dumps(tree, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+def write_json(file: Path, tree: Mapping[str, Any], *, sort: bool = True) -> None:
+    """`tree` as JSON: equal values, equal bytes. With `sort` False the keys keep their order, which a card follows."""
+    text = json.dumps(tree, indent=2, sort_keys=sort, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 def _assert_whole(tensors: Mapping[str, torch.Tensor], lora: Lora, target_names: Sequence[str]) -> None:

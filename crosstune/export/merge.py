@@ -255,7 +255,7 @@ def _write_rest(work: Path, report: MergeReport, tokenizer: PreTrainedTokenizerB
         card, base_name=report.base, kind="merged model", serve=serve_section("merged", base_name=report.base)
     )
     (work / "README.md").write_text(text, encoding="utf-8")
-    write_json(work / FACTS, {"base": public_name(report.base), "card": facts, "merge": _public(report)})
+    write_json(work / FACTS, {"base": public_name(report.base), "card": facts, "merge": _public(report)}, sort=False)
     write_checksums(work)
 
 

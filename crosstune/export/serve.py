@@ -17,9 +17,14 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's --max-lora-rank takes
 Kind = Literal["adapter", "merged"]
 
 
-def serve_commands(folder: str | Path, *, kind: Kind, base_name: str = "", rank: int = 16) -> dict[str, str]:
-    """Server → the shell command that serves `folder`. llama.cpp needs the GGUF file that `crosstune gguf` writes."""
-    place, name = Path(folder), Path(folder).name.lower()
+def serve_commands(
+    folder: str | Path, *, kind: Kind, base_name: str = "", rank: int = 16, name: str = ""
+) -> dict[str, str]:
+    """Server → the shell command that serves `folder` under `name` (default: the folder's own).
+
+    llama.cpp needs the GGUF file that `crosstune gguf` writes.
+    """
+    place, name = Path(folder), (name or Path(folder).name).lower()
     if kind == "merged":
         vllm: tuple[object, ...] = ("vllm", "serve", place)
         llama_cpp: tuple[object, ...] = ("llama-server", "-m", place / "model.gguf")
@@ -51,6 +56,8 @@ def write_modelfile(
     source  its first lines by keyword: {"FROM": "."} for a merged model, {"FROM": base, "ADAPTER": "."} for an adapter.
     """
     lines = [f"{keyword} {place}" for keyword, place in source.items()]
+    if "ADAPTER" in source:
+        lines.insert(0, "# FROM is the base: its name in Ollama, its folder, or its .gguf file.")
     turns = plain_turns(tokenizer)
     if turns is None:
         lines.append("# The chat template does more than surround turns: Ollama has to recognise it by itself.")

@@ -76,7 +76,7 @@ def _gaps(text: str, turns: Sequence[Turn]) -> list[str]:
 
 
 def _turn(role: str, number: int) -> Turn:
-    return {"role": role, "content": f"«{number}»"}
+    return {"role": role, "content": f"«Aa{number}»"}
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn], *, open_turn: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""merge, average, generate: the verbs for what has been trained."""
+"""merge, average, gguf, generate: the verbs for what has been trained."""
 
 from __future__ import annotations
 
@@ -60,6 +60,28 @@ def average(run: str, out: str, trial: str, rank: int | None, base: str | None) 
     with only_results_on_stdout():
         made = average(run, out, trial=trial_number(trial), rank=rank, base=base)
     click.echo(made.words())
+
+
+@click.command()
+@click.argument("source", metavar="RUN|ADAPTER|MERGED")
+@click.option("--out", metavar="FILE", help="Default: model.gguf or adapter.gguf in the folder.")
+@click.option(
+    "--type", "kind", type=click.Choice(["f32", "f16", "bf16", "q8_0"]), help="Default: f16 (an adapter: f32)."
+)
+@trial_option
+@base_option
+def gguf(source: str, out: str | None, kind: str | None, trial: str, base: str | None) -> None:
+    """Write a merged model or an adapter as one GGUF file.
+
+    For llama.cpp and Ollama; Llama's architecture only.
+    """
+    from crosstune.deploy import chosen_fit
+
+    with only_results_on_stdout():
+        from crosstune.export.gguf import write_gguf
+
+        file = write_gguf(chosen_fit(source, trial_number(trial)), out, kind=kind or "", base=base)
+    click.echo(file)
 
 
 @click.command()

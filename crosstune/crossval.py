@@ -159,6 +159,7 @@ def _train(run: Run, work: _Work) -> None:
     run.write_folds(fold_table_columns(work.tokens, work.folds))
     _write_groups(run, work.rows, recipe.folds.group)
     run.record("plan", **plan.settings, peak_bytes=plan.peak_bytes, waves=plan.waves, allowed=list(recipe.lint.allow))
+    run.record("workers", device=str(work.workers.place()[0]), workers=work.workers.facts)
     base_scores = _score_base(run, work.workers, work.tokens, work.held_out, progress)
     examine = _examine_base(run, work)
     trials: dict[int, Trial] = {}

@@ -20,6 +20,13 @@ class DyingWorker(Worker):
             yield item
 
 
+class BlindWorker(Worker):
+    """Sees no file of the driver's machine."""
+
+    def sees(self, path: str) -> bool:
+        return False
+
+
 class RaisingWorker(Worker):
     """Raises whenever it trains fold 1."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet
 import pytest
 import torch
@@ -115,12 +117,16 @@ def test_answers_labels_and_pruned_sweeps_are_the_same_too(cluster: None, tiny: 
 
 
 def kill_some_worker(chance: random.Random, wait: float) -> None:
-    """After a while, SIGKILL a process that trains."""
+    """After a while, SIGKILL a process of ours that trains."""
     time.sleep(wait)
-    found = subprocess.run(["pgrep", "-f", "ray::Worker|ray::.*Worker"], capture_output=True, text=True, check=False)
-    pids = [int(pid) for pid in found.stdout.split()]
-    if pids:
-        os.kill(chance.choice(pids), signal.SIGKILL)
+    workers = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "ray::Worker" in " ".join(child.cmdline()):
+                workers.append(child)
+    if workers:
+        with contextlib.suppress(psutil.Error):
+            chance.choice(workers).send_signal(signal.SIGKILL)
 
 
 def train_while_workers_are_killed(kills: int, tiny: Path, local: Path, place: Path, seed: int) -> None:
@@ -149,6 +155,18 @@ def test_a_lost_worker_changes_no_byte(cluster: None, tiny: Path, local: Path, t
 @pytest.mark.slow
 def test_20_lost_workers_change_no_byte(cluster: None, tiny: Path, local: Path, tmp_path: Path) -> None:
     train_while_workers_are_killed(20, tiny, local, tmp_path, 0)
+
+
+def test_a_model_that_a_machine_lacks_is_sent_to_it_once(
+    cluster: None, tiny: Path, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_ray, "Worker", poison.BlindWorker)
+    progress = Watching()
+    cross_validate(asked(tiny, tmp_path / "run"), progress=progress)
+    assert sum("to a machine that lacks it" in text for text in progress.said) <= 1  # an earlier test run's will do
+    assert same(tmp_path / "run", local)
+    places = [fact["host"] for fact in Run.read(tmp_path / "run").events("workers")[0]["workers"]]
+    assert len(places) == 2
 
 
 @pytest.mark.parametrize(

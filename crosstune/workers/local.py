@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -49,6 +51,12 @@ class LocalWorkers:
     def __exit__(self, *_: object) -> None:
         if self._base is not None:
             self._base.release()
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """Who trains: this process."""
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return [{"pid": os.getpid(), "host": socket.gethostname(), "cuda_visible_devices": gpus}]
 
     def place(self) -> tuple[Place, int]:
         """The device, with all that was decided about it, and the bytes that are free on it."""

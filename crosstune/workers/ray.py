@@ -2,18 +2,22 @@
 
 A worker is one actor with one base (worker.py). It is handed a wave and answers with a stream: events, progress, and
 checkpoints, which are written here, so no file system has to be shared. A worker that is lost is replaced and its wave
-handed out again from its last checkpoint. How lanes form waves was decided before, so neither the number of workers
-nor who trained what changes a result.
+handed out again from its last checkpoint; while the cluster has no place for the new one, the others go on. How lanes
+form waves was decided before, so neither the number of workers nor who trained what changes a result.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -26,43 +30,50 @@ from crosstune.recipe import Recipe
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.lane import LaneJob
 from crosstune.train.wave import GivenUp, LaneRetired, Report
+from crosstune.units import bytes_words
 from crosstune.workers.waves import key
 from crosstune.workers.worker import Asking, Kept, Moved, Order, Stopped, Worker
 
 # A worker trains in one thread and hears "stop" and answers in another.
 GROUPS = {"control": 1}
+WAIT_SECONDS = 0.2  # for news of any worker, before signals are looked at again
+SAY_SECONDS = 30.0  # of waiting for a place in the cluster, before it is said
 
 
 @dataclass
 class _Busy:
-    """A wave that is being trained somewhere."""
+    """A wave that a worker trains, or will as soon as the worker has started."""
 
     jobs: Sequence[LaneJob]
     kept: Checkpoints
     worker: int
-    stream: Any
+    stream: Any = None  # of news; None until it is handed out
+    started: Any = None  # answers when a new worker runs
     tries: int = 1
-    step: int = 0  # of the newest checkpoint
 
 
 class RayWorkers:
-    """The workers of one run. `with RayWorkers(...) as workers:`; the cluster that was started here ends with it."""
+    """The workers of one run. `with RayWorkers(...) as workers:`; a cluster that was started here ends with it."""
 
     def __init__(
         self, recipe: Recipe, tokenizer: Any, progress: Progress, interrupts: Interrupts, *, threads: int
     ) -> None:
-        self.interrupts = interrupts
-        self.recipe, self.tokenizer, self.progress, self.threads = recipe, tokenizer, progress, threads
+        self.recipe, self.tokenizer, self.threads = recipe, tokenizer, threads
+        self.progress, self.interrupts = progress, interrupts
         self._joined = _connect(recipe.device.ray or "auto")
-        self._gpus_each, self._cpus_each, count = _shares(recipe)
-        shares: dict[str, Any] = {
-            "num_gpus": self._gpus_each,
-            "num_cpus": self._cpus_each,
-            "concurrency_groups": GROUPS,
-        }
-        self._actor: Any = ray.remote(**shares)(Worker)
-        self._actors = [self._start() for _ in range(count)]
-        self.facts = [self._get(actor.facts.remote()) for actor in self._actors]
+        self._actors: list[Any] = []
+        self._busy: list[_Busy] = []
+        try:
+            gpus, cpus, count = _shares(recipe)
+            shares: dict[str, Any] = {"num_gpus": gpus, "num_cpus": cpus, "concurrency_groups": GROUPS}
+            self._make: Any = ray.remote(**shares)(Worker)
+            self._actors = [self._create() for _ in range(count)]
+            for actor in self._actors:
+                self._equip(actor)
+            self.facts = [self._get(actor.facts.remote()) for actor in self._actors]
+        except BaseException:
+            self.close()
+            raise
         progress.say(f"ray: {count} workers on {len({fact['host'] for fact in self.facts})} machine(s)")
 
     def __enter__(self) -> RayWorkers:
@@ -85,8 +96,17 @@ class RayWorkers:
         return found[0][0], min(free for _, free in found)
 
     def apply(self, function: Callable[..., Any], *args: Any, tick: Callable[[int], None] | None = None) -> Any:
-        """`function(base, *args)` in one of the workers; how far it has come isn't told."""
-        return self._get(self._actors[0].apply.remote(function, *args))
+        """`function(base, *args)` in a worker that is free, or will be; how far it has come isn't told."""
+        for left in reversed(range(self.recipe.device.retries + 1)):
+            worker = min(self._free() or range(len(self._actors)))
+            try:
+                return self._get(self._actors[worker].apply.remote(function, *args))
+            except RayActorError:
+                if not left:
+                    raise
+                self._actors[worker] = self._create()
+                self._equip(self._actors[worker])
+        raise AssertionError("unreachable")
 
     def run_waves(
         self,
@@ -102,102 +122,141 @@ class RayWorkers:
 
         Which lanes are given up depends on scores so far: side by side it would depend on who was faster.
         """
-        shared = ray.put(tokens)
-        waiting, busy = iter(waves), list[_Busy]()
+        task = _Task(ray.put(tokens), plan, report, given_up)
+        waiting, busy = iter(waves), self._busy
         width = len(self._actors) if given_up is None else 1
-        ask = given_up or (lambda job: "")
         with stage(self.progress, "train"), self.interrupts.waiting_for_a_step():
             try:
                 while True:
                     while len(busy) < width and not self.interrupts.asked and (jobs := next(waiting, None)) is not None:
-                        busy.append(self._hand_out(jobs, checkpoints(jobs), plan, shared, busy, given_up is not None))
+                        busy.append(_Busy(jobs, checkpoints(jobs), min(self._free())))
+                        self._hand_out(busy[-1], task)
                     if not busy:
                         return
-                    self._pass_on_stop(busy)
-                    for one in self._ready(busy):
-                        again = self._hear(one, report, ask, plan, shared, given_up is not None)
-                        if not again:
+                    if self.interrupts.asked:
+                        self._pass_on_stop()
+                    for one in self._with_news():
+                        if not self._hear(one, task):
                             busy.remove(one)
                             one.kept.close()
             finally:
                 for one in busy:
                     one.kept.close()
+                busy.clear()
 
     # — one wave —
 
-    def _hand_out(
-        self, jobs: Sequence[LaneJob], kept: Checkpoints, plan: Plan, shared: Any, busy: Sequence[_Busy], asks: bool
-    ) -> _Busy:
-        worker = min(set(range(len(self._actors))) - {one.worker for one in busy})
-        return _Busy(jobs, kept, worker, self._order(worker, jobs, kept, plan, shared, asks))
+    def _free(self) -> set[int]:
+        return set(range(len(self._actors))) - {one.worker for one in self._busy}
 
-    def _order(
-        self, worker: int, jobs: Sequence[LaneJob], kept: Checkpoints, plan: Plan, shared: Any, asks: bool
-    ) -> Any:
-        order = Order(jobs, plan, kept.load(), self.recipe.train.checkpoint_every, asks)
-        return self._actors[worker].train.options(num_returns="streaming").remote(order, shared)
+    def _hand_out(self, one: _Busy, task: _Task) -> None:
+        asks = task.given_up is not None
+        order = Order(one.jobs, task.plan, one.kept.load(), self.recipe.train.checkpoint_every, asks)
+        one.started = None
+        one.stream = self._actors[one.worker].train.options(num_returns="streaming").remote(order, task.tokens)
 
-    def _ready(self, busy: Sequence[_Busy]) -> Iterator[_Busy]:
-        ready, _ = ray.wait([one.stream for one in busy], timeout=0.2)
-        return (one for one in list(busy) if any(one.stream is stream for stream in ready))
+    def _with_news(self) -> list[_Busy]:
+        sources = [one.stream if one.started is None else one.started for one in self._busy]
+        ready, _ = ray.wait(sources, timeout=WAIT_SECONDS)
+        return [one for one, source in zip(self._busy, sources, strict=True) if any(source is r for r in ready)]
 
-    def _hear(self, one: _Busy, report: Report, ask: GivenUp, plan: Plan, shared: Any, asks: bool) -> bool:
+    def _hear(self, one: _Busy, task: _Task) -> bool:
         """Take the next item of a stream; False when the wave is over."""
         try:
+            if one.started is not None:
+                if self.interrupts.asked:
+                    return False
+                self._equip(self._actors[one.worker])
+                self._hand_out(one, task)
+                return True
             item = ray.get(next(one.stream))
         except StopIteration:
-            one.kept.drop() if not one.kept.interrupts.asked else one.kept.wait()
+            one.kept.wait() if self.interrupts.asked else one.kept.drop()
             return False
-        except (RayActorError, RayTaskError, RayError) as error:
-            return self._again(one, error, report, plan, shared, asks)
+        except RayError as error:
+            return self._again(one, error, task.report)
         if isinstance(item, Moved):
             self.progress.advance(item.steps, **item.facts)
         elif isinstance(item, Kept):
             one.kept.save(item.packed)
         elif isinstance(item, Asking):
-            answer = {key(job): ask(job) for job in one.jobs}
+            answer = {key(job): task.given_up(job) for job in one.jobs} if task.given_up else {}
             self._actors[one.worker].answer.options(concurrency_group="control").remote(answer)
         elif not isinstance(item, Stopped):
-            report(item)
+            task.report(item)
         return True
 
-    def _again(self, one: _Busy, error: Exception, report: Report, plan: Plan, shared: Any, asks: bool) -> bool:
-        """The worker was lost, or the wave raised: hand it out again, or let its lanes fail after so many tries."""
+    def _again(self, one: _Busy, error: RayError, report: Report) -> bool:
+        """The worker was lost, or the wave raised: a new worker goes on, or the lanes fail after so many tries."""
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, CrosstuneError):
             raise cause
         one.kept.wait()
-        what = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
-        if isinstance(error, RayActorError):
-            what = "its worker was lost"
+        what = "its worker was lost"
+        if not isinstance(error, RayActorError):
+            what = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
         ray.kill(self._actors[one.worker])  # also where it only raised: after a CUDA error a process is of no more use
-        self._actors[one.worker] = self._start()
+        self._actors[one.worker] = self._create()
         if one.tries > self.recipe.device.retries:
-            self.progress.say(f"a wave failed {one.tries} times ({what}); its lanes are given up")
+            self.progress.say(f"a wave failed {one.tries} times ({what}); its lanes are recorded as failed")
             for job in one.jobs:
                 report(LaneRetired(job, f"worker-failed: {what}, {one.tries} times", _step_kept(one.kept)))
             return False
         one.tries += 1
         self.progress.say(f"a wave goes on from its last checkpoint: {what}")
-        one.stream = self._order(one.worker, one.jobs, one.kept, plan, shared, asks)
+        one.started = self._actors[one.worker].facts.remote()
         return True
 
-    def _pass_on_stop(self, busy: Sequence[_Busy]) -> None:
-        if self.interrupts.asked:
-            for one in busy:
+    def _pass_on_stop(self) -> None:
+        for one in self._busy:
+            if one.started is None:
                 self._actors[one.worker].stop.options(concurrency_group="control").remote(self.interrupts.asked)
 
     # — workers —
 
-    def _start(self) -> Any:
-        return self._actor.remote(self.recipe.model, self.tokenizer, self.recipe.device, self.threads)
+    def _create(self) -> Any:
+        model, place = self.recipe.model, Path(self.recipe.model.name).absolute()
+        if place.exists():  # a worker's working directory is its own
+            model = model.model_copy(update={"name": str(place)})
+        return self._make.remote(model, self.tokenizer, self.recipe.device, self.threads)
+
+    def _equip(self, actor: Any) -> None:
+        """Send a model in a folder through the object store, unless that machine has it, or has received it before."""
+        place = Path(self.recipe.model.name).absolute()
+        if not place.exists() or self._get(actor.sees.remote(str(place))):
+            return
+        files = {str(file.relative_to(place)): file for file in place.rglob("*") if file.is_file()}
+        files = files or {place.name: place}  # a .gguf file
+        sizes = {name: file.stat().st_size for name, file in files.items()}
+        prints = {name: (sizes[name], file.stat().st_mtime_ns) for name, file in files.items()}
+        name_there = hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
+        if not self._get(actor.holds.remote(name_there, sizes)):
+            size = bytes_words(sum(sizes.values()))
+            self.progress.say(f"ray: sending {place.name} to a machine that lacks it ({size})")
+            for name, file in files.items():
+                content = np.memmap(file, np.uint8, "r") if sizes[name] else np.zeros(0, np.uint8)
+                self._get(actor.receive.remote(name_there, name, content))
+        self._get(actor.use.remote(name_there, "" if place.is_dir() else place.name))
 
     def _get(self, reference: Any) -> Any:
         """The value, or what the worker raised, as if it had been raised here."""
+        while not ray.wait([reference], timeout=SAY_SECONDS)[0]:
+            if not self._busy:
+                self.progress.say("ray: waiting for a worker (a free GPU, or a long evaluation)")
         try:
             return ray.get(reference)
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, CrosstuneError) else error from None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What all waves of a call share."""
+
+    tokens: Any  # in the object store
+    plan: Plan
+    report: Report
+    given_up: GivenUp | None
 
 
 def _step_kept(kept: Checkpoints) -> int:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crosstune.store.files import write_file
+
 if TYPE_CHECKING:
     from crosstune.data.tokens import Tokens
     from crosstune.memory.plan import Plan
@@ -93,6 +95,19 @@ class Worker:
     def sees(self, path: str) -> bool:
         """Whether `path` exists where this worker runs."""
         return Path(path).exists()
+
+    def holds(self, key: str, sizes: Mapping[str, int]) -> bool:
+        """Whether the model that goes by `key` was sent to this machine, whole."""
+        files = [(_sent(key) / name, size) for name, size in sizes.items()]
+        return all(file.is_file() and file.stat().st_size == size for file, size in files)
+
+    def receive(self, key: str, name: str, content: Any) -> None:
+        """Keep one file of a model."""
+        write_file(_sent(key) / name, content.tobytes())
+
+    def use(self, key: str, name: str) -> None:
+        """Load the base from the files that were sent."""
+        self.model = self.model.model_copy(update={"name": str(_sent(key) / name)})
 
     def place(self) -> tuple[Any, int]:
         """The device here, with all that is decided about it, and the bytes that are free on it."""
@@ -200,6 +215,11 @@ class Worker:
             place, _ = self.place()
             self._base = load_base(self.model, self.tokenizer, device=place.device, precision=place.precision.value)
         return self._base
+
+
+def _sent(key: str) -> Path:
+    cache = os.environ.get("CROSSTUNE_CACHE") or "~/.cache/crosstune"
+    return Path(cache).expanduser() / "models" / key
 
 
 @dataclass(frozen=True)

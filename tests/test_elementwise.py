@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from crosstune.model import elementwise
 from crosstune.model.elementwise import rms_norm, rms_norm_backward, rotate_, rotate_back, swiglu, swiglu_backward_
+from crosstune.model.frozen import FourBit
+from crosstune.model.head import _frozen_chunk
 from crosstune.model.lora import Dropout, hashed_columns
 
 B, T, H, D = 2, 5, 24, 8
@@ -126,3 +129,34 @@ def test_dropout_drops_the_same_elements_everywhere(dtype):
     assert torch.equal(found, dropout.apply(x, columns))
     for lane, rate in enumerate(rates):
         assert abs((found[lane] == 0).float().mean() - rate) < 0.05
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_nf4_is_made_as_bitsandbytes_makes_it_to_the_bit(double_quant):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = randn(24, 5 * 64)
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=double_quant)
+    layer = SimpleNamespace(
+        weight=SimpleNamespace(data=packed, quant_state=state), bias=None, in_features=5 * 64, out_features=24
+    )
+    whole = torch.zeros(48, 5 * 64)
+    FourBit(layer, torch.float32).weight(whole[24:])
+    assert torch.equal(whole[24:], functional.dequantize_4bit(packed, state)) and not whole[:24].any()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_losses_hits_and_gradient_of_the_head_equal_autograd(factor):
+    rows, width, vocabulary = 7, 16, 1000
+    hidden = randn(rows, width).requires_grad_()
+    weight, target = randn(vocabulary, width, seed=1), torch.arange(rows) * 100
+    target[3] = int((hidden[3] @ weight.t()).argmax())
+    weights = torch.rand(rows, generator=torch.Generator().manual_seed(2))
+    logits = hidden @ weight.t() * factor
+    nll = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+    (nll * weights).sum().backward()
+    found_nll, hit, grad = _frozen_chunk((hidden.detach(), target, weights), weight, None, (factor, None))
+    torch.testing.assert_close(found_nll, nll.detach())
+    assert hit.tolist() == (logits.argmax(-1) == target).tolist() and hit[3]
+    torch.testing.assert_close(grad, hidden.grad)
+    scored, same, none = _frozen_chunk((hidden.detach(), target, None), weight, None, (factor, None))
+    assert torch.equal(scored, found_nll) and torch.equal(same, hit) and none is None

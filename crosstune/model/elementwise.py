@@ -11,6 +11,7 @@ Shapes: N tokens, H hidden, O outputs side by side, F width of the MLP, D head, 
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -20,9 +21,19 @@ from torch import Tensor
 TRITON_ON = {"cuda"}  # kinds of device; Triton's interpreter also runs on a CPU
 
 
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def runs_triton(x: Tensor) -> bool:
+    """`x` is worked on by Triton kernels. A rehearsal on meta tensors says so by adding "meta" to TRITON_ON."""
+    return x.device.type in TRITON_ON and (x.is_meta or _has_triton())
+
+
 def triton_for(x: Tensor) -> ModuleType | None:
     """triton_kernels, if it is to be used for `x`."""
-    if x.device.type not in TRITON_ON or find_spec("triton") is None:
+    if x.is_meta or not runs_triton(x):
         return None
     from crosstune.model import triton_kernels
 

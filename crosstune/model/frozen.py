@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from crosstune.model.elementwise import triton_for
+
 
 class Frozen(Protocol):
     """y = x Wᵀ + b, W of shape (outputs, inputs)."""
@@ -53,10 +55,20 @@ class FourBit:
 
     def weight(self, out: Tensor | None = None) -> Tensor:
         """The weight made in 16 bit."""
+        packed, state = self.layer.weight.data, self.layer.weight.quant_state
+        if packed.is_meta:
+            return packed.new_empty(state.shape, dtype=self.dtype) if out is None else out
+        if triton_for(packed):
+            from crosstune.model import triton_nf4
+
+            if triton_nf4.fits(state):
+                if out is None:
+                    out = packed.new_empty(state.shape, dtype=self.dtype)
+                return triton_nf4.make(packed, state, out)
         from bitsandbytes.functional import dequantize_4bit
 
-        packed = self.layer.weight
-        return dequantize_4bit(packed.data, packed.quant_state, out=out)
+        made = dequantize_4bit(packed, state)
+        return made if out is None else out.copy_(made)
 
     def add_product(self, y_NO: Tensor, x_NI: Tensor) -> None:
         """y += x Wᵀ."""

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from crosstune.model.base import Base
+from crosstune.model.elementwise import runs_triton
 from crosstune.model.lora import LaneLinear
 
 # Bytes of one chunk's fp32 logits. Large enough that the product with the head runs at full rate (1,000 rows of a
@@ -85,7 +86,15 @@ def _frozen_chunk(
     """(loss, hit, gradient of the hidden states) of one chunk: a function, so that its logits die before the next."""
     hidden_CH, target_C, weight_C = given
     factor, cap = rule
-    logits_CV = _to_logits(functional.linear(hidden_CH, weight_VH, bias_V), factor, cap)
+    logits_CV = functional.linear(hidden_CH, weight_VH, bias_V)
+    if cap is None and runs_triton(hidden_CH):
+        nll_C, hit_C = (torch.empty_like(target_C, dtype=dtype) for dtype in (torch.float32, torch.bool))
+        if not hidden_CH.is_meta:
+            from crosstune.model import triton_head
+
+            triton_head.judge(logits_CV, target_C, weight_C, factor, nll_C, hit_C)
+        return nll_C, hit_C, None if weight_C is None else logits_CV @ weight_VH
+    logits_CV = _to_logits(logits_CV, factor, cap)
     lse_C, nll_C, hit_C = _judge(logits_CV, target_C)
     if weight_C is None:
         return nll_C, hit_C, None

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosstune.model.elementwise import triton_for
+from crosstune.model.elementwise import runs_triton, triton_for
 
 # MurmurHash3's two finaliser constants, as signed 32-bit numbers: torch has no unsigned arithmetic on every device.
 _MIX_1, _MIX_2 = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
@@ -58,6 +58,8 @@ class Dropout:
 
     def apply(self, x_KSI: Tensor, columns_I: Tensor) -> Tensor:
         """`x` with dropped elements zero and the others scaled."""
+        if x_KSI.is_meta and runs_triton(x_KSI):
+            return torch.empty_like(x_KSI)
         if kernels := triton_for(x_KSI):
             return kernels.dropout(x_KSI, self.key_KS, columns_I, self.threshold_K, self.scale_K)
         hash_KSI = self.key_KS[:, :, None] ^ columns_I

@@ -11,26 +11,23 @@ import pytest
 from crosstune.data.lint import LintReport, lint
 from crosstune.data.lint.catalogue import FAULTS, SECTIONS
 from crosstune.data.lint.fault import Fault
+from crosstune.data.lint.faults_file import chat
 from crosstune.data.lint.faults_rows import PLAIN_ROWS
-from crosstune.recipe import Recipe
+from crosstune.recipe import Model, Recipe
 from crosstune.yaml_text import parse_yaml
 from tests.lintbed import tiny_models
 
-# Which tiny model shows the fault (and which one doesn't), where it lies in the model; instruct for all others.
+# Which tiny model shows the fault, and which one doesn't, where it lies in the model; instruct for all others.
 MODELS = {
     "no-template": ("notemplate", "notemplate"),
-    "template-always-opens-turn": ("genprompt", "instruct"),
     "stop-token-mismatch": ("base", "instruct"),
     "untrained-special-tokens": ("untrained", "base"),
 }
-# Shown by tests of their own, in which the template, the tokenizer or the rows are made for it.
-ELSEWHERE = {
-    "template-error", "template-not-prefix", "template-never-opens-turn", "no-end-of-turn", "generation-prompt-mismatch",
-    "template-date", "template-on-base-model", "unknown-tokens", "vocabulary-exceeds-embedding", "max-tokens-over-limit",
-    "embedding-unread", "model-unread", "group-across-folds", "few-steps",
-}  # fmt: skip
-# Said of any data set under these models: there is no example without.
-ALWAYS_SAID = {"shape", "pad-chosen", "vocabulary-below-embedding", "max-tokens"}
+# Chat templates are tried on these rows.
+TALK = chat("system: Be brief.", "user: Name one metal.", "assistant: zinc", "user: One more?", "assistant: tin")
+EXAMPLES = [
+    code for code, fault in FAULTS.items() if fault.file
+]  # the others are described; tests/test_lint_*.py show them
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +39,10 @@ def lint_example(fault: Fault, example: str | bytes, model: Path, folder: Path, 
     """Lint an example of the catalogue as the documentation shows it: rows, or lines of a recipe."""
     file = folder / fault.file
     file.write_bytes(example if isinstance(example, bytes) else example.encode())
+    if fault.file == "chat.jinja":
+        rows = folder / "rows.jsonl"
+        rows.write_text(TALK)
+        return lint(rows, model=Model(name=str(model), chat_template=str(file)))
     if fault.file == "recipe.yaml":
         rows = folder / "rows.jsonl"
         rows.write_text(PLAIN_ROWS)
@@ -55,7 +56,7 @@ def lint_example(fault: Fault, example: str | bytes, model: Path, folder: Path, 
     return lint(file, model=recipe.model if fault in SECTIONS["Tokenizer and template"] else None, data=recipe.data)
 
 
-@pytest.mark.parametrize("code", [code for code, fault in FAULTS.items() if fault.bad])
+@pytest.mark.parametrize("code", EXAMPLES)
 def test_the_bad_example_shows_the_fault(code: str, models: dict[str, Path], tmp_path: Path) -> None:
     fault = FAULTS[code]
     report = lint_example(fault, fault.bad, models[MODELS.get(code, ("instruct",))[0]], tmp_path)
@@ -65,19 +66,19 @@ def test_the_bad_example_shows_the_fault(code: str, models: dict[str, Path], tmp
     assert all(finding.message and finding.fix for finding in shown)
 
 
-@pytest.mark.parametrize("code", [code for code, fault in FAULTS.items() if fault.bad and code not in ALWAYS_SAID])
+@pytest.mark.parametrize("code", EXAMPLES)
 def test_the_good_example_does_not(code: str, models: dict[str, Path], tmp_path: Path) -> None:
     fault = FAULTS[code]
     model = models[MODELS.get(code, ("instruct", "instruct"))[1]]
-    report = lint_example(fault, fault.good or fault.bad, model, tmp_path, good=True)
+    report = lint_example(fault, fault.good, model, tmp_path, good=True)
     assert code not in {finding.code for finding in report.findings}
     if code not in MODELS:
         others = {f.code for f in report.findings if f.severity != "note"} - {"few-steps", "fold-without-class"}
         assert not others, "the good example has faults of its own"
 
 
-def test_faults_without_an_example_are_shown_elsewhere() -> None:
-    assert {code for code, fault in FAULTS.items() if not fault.bad} == ELSEWHERE
+def test_every_fault_has_a_bad_and_a_good_example() -> None:
+    assert [code for code, fault in FAULTS.items() if not (fault.bad and fault.good)] == []
 
 
 def test_every_code_in_the_package_is_in_the_catalogue() -> None:

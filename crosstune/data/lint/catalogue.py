@@ -7,12 +7,13 @@ from crosstune.data.lint.faults_file import FILE_FAULTS
 from crosstune.data.lint.faults_folds import FOLD_FAULTS
 from crosstune.data.lint.faults_rows import ROW_FAULTS
 from crosstune.data.lint.faults_settings import SETTING_FAULTS
+from crosstune.data.lint.faults_template import TEMPLATE_FAULTS
 from crosstune.data.lint.faults_tokens import TOKEN_FAULTS
 
 SECTIONS: dict[str, tuple[Fault, ...]] = {
     "File": FILE_FAULTS,
     "Rows": ROW_FAULTS,
-    "Tokenizer and template": TOKEN_FAULTS,
+    "Tokenizer and template": TOKEN_FAULTS + TEMPLATE_FAULTS,
     "Folds": FOLD_FAULTS,
     "Recipe": SETTING_FAULTS,
 }

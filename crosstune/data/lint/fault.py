@@ -15,7 +15,8 @@ from crosstune.errors import Finding, Place, Severity
 class Fault:
     """One code. `bad` is the smallest input that has the fault, `good` the same input put right.
 
-    Both are the text of `file` (for .yaml: lines of the recipe); `under` are recipe overrides they are read with.
+    Both are the text of `file`: rows, lines of a recipe (.yaml), a chat template (.jinja), or, where `file` is empty, a
+    description. `under` are recipe overrides that they are read with, `given` what else each is read with, in words.
     """
 
     code: str
@@ -26,6 +27,7 @@ class Fault:
     bad: str | bytes = ""
     good: str | bytes = ""
     under: tuple[str, ...] = ()
+    given: tuple[str, str] = ("", "")
     file: str = "rows.jsonl"
     source: str = ""
 

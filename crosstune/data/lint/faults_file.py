@@ -132,8 +132,9 @@ FILE_FAULTS = (
         "Which shape the rows have, and from which columns that was told",
         "The shape decides what is learned.",
         "If that is wrong, set data.shape.",
-        bad=GOOD,
-        good="",
+        bad="a file of rows with a column messages, and no data.shape",
+        good="the same: it is always said",
+        file="",
     ),
     Fault(
         "missing-content",

@@ -18,6 +18,12 @@ def labelled(*rows: str) -> str:
     return "".join(lines)
 
 
+def grouped(*rows: str) -> str:
+    """Rows with a group and a fold: "a0" is of group a in fold 0."""
+    lines = labelled(*(f"fold={row[1]}" for row in rows)).splitlines()
+    return "".join(line[:-1] + f', "well": "{row[0]}"}}\n' for line, row in zip(lines, rows, strict=True))
+
+
 FOLD_FAULTS = (
     Fault(
         "unknown-column",
@@ -140,6 +146,9 @@ FOLD_FAULTS = (
         "Rows of one group on both sides of a fold",
         "The score holds for sources seen in training, not for new ones.",
         "Set folds.kind: group.",
+        bad=grouped("a0", "a1", "b0", "b1"),
+        good=grouped("a0", "a0", "b1", "b1"),
+        under=("folds.kind=column", "folds.by=fold", "folds.group=well"),
         source="https://github.com/vanderschaarlab/autoprognosis/issues/33",
     ),
     Fault(

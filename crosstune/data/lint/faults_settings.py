@@ -55,6 +55,10 @@ SETTING_FAULTS = (
         "The adapter begins at zero and AdamW moves a weight by about the learning rate a step: after so few steps the "
         "model is nearly the untuned one.",
         "Lower train.batch_size, raise train.epochs, or give more rows.",
+        bad="train: {epochs: 1, batch_size: 16}\n",
+        good="train: {epochs: 3, batch_size: 4}\n",
+        given=("24 rows", "24 rows"),
+        file="recipe.yaml",
         source=LORA,
     ),
     Fault(

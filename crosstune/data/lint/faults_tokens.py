@@ -1,13 +1,13 @@
-"""Faults between the rows, the chat template, the tokenizer and the base model. Found only where a model is named."""
+"""Faults of rows under a tokenizer: control tokens, other formats, nothing to learn. Found where a model is named."""
 
 from __future__ import annotations
 
 from crosstune.data.lint.fault import Fault
-from crosstune.data.lint.faults_file import GOOD, ZINC, chat
+from crosstune.data.lint.faults_file import ZINC, chat
 
 LONG = chat("user: Name many trees.", "assistant: " + " ".join(["larch oak ash elm yew fir pine beech"] * 10))
 
-CONTENT_FAULTS = (
+TOKEN_FAULTS = (
     Fault(
         "double-bos",
         "error",
@@ -38,21 +38,6 @@ CONTENT_FAULTS = (
         bad='{"text": "<s>[INST] Name one tree. [/INST] larch </s>"}\n',
         good=chat("user: Name one tree.", "assistant: larch"),
         source="https://github.com/meta-llama/llama/issues/484",
-    ),
-    Fault(
-        "template-error",
-        "error",
-        "Rows that the chat template refuses",
-        "Many templates raise on an order of turns that they don't know, in the middle of a run.",
-        "Put the turns into an order that the template takes, or set model.chat_template.",
-        source="https://github.com/huggingface/alignment-handbook/issues/93",
-    ),
-    Fault(
-        "template-not-prefix",
-        "error",
-        "Rows whose answers can't be found in what the template writes",
-        "The template writes a turn differently once others follow it: what is learned isn't what is asked for later.",
-        "Use a template that writes a turn the same way whatever follows it, or marks turns with {% generation %}.",
     ),
     Fault(
         "no-turns",
@@ -125,152 +110,9 @@ CONTENT_FAULTS = (
         "Characters that the tokenizer doesn't know",
         "They all become the same unknown token; what was written there is lost.",
         "Choose a base model whose tokenizer knows the script, or replace the characters.",
+        bad="a row in Chinese, and a tokenizer of English words",
+        good="a row in English, or a byte-level tokenizer, which knows every character",
+        file="",
         source="https://huggingface.co/docs/tokenizers/components",
     ),
 )
-
-TEMPLATE_FAULTS = (
-    Fault(
-        "no-template",
-        "error",
-        "Conversations, and a tokenizer without a chat template",
-        "Nothing says how a turn is written.",
-        "Use the instruct version of the model, or give a template with model.chat_template.",
-        bad=GOOD,
-        good='{"prompt": "Name one metal.", "completion": " zinc"}\n',
-    ),
-    Fault(
-        "template-always-opens-turn",
-        "warning",
-        "A template that opens an assistant turn whatever it is asked",
-        "Every training row would end in an empty assistant header. It is cut off here; other tools train on it.",
-        "Mend the template: open the turn only if add_generation_prompt is true.",
-        bad=GOOD,
-        source="https://github.com/allenai/open-instruct/pull/1497",
-    ),
-    Fault(
-        "template-never-opens-turn",
-        "warning",
-        "A template that doesn't open an assistant turn when it is asked to",
-        "At use time the model has to write the header itself, which it was not taught.",
-        "Mend the template: open the turn if add_generation_prompt is true.",
-    ),
-    Fault(
-        "no-end-of-turn",
-        "warning",
-        "A template that ends an assistant turn with no control token",
-        "The model never learns when to stop.",
-        "Mend the template: end each assistant turn with the stop token.",
-        source="https://github.com/meta-llama/llama-cookbook/issues/640",
-    ),
-    Fault(
-        "stop-token-mismatch",
-        "warning",
-        "The stop token isn't the one that ends turns",
-        "Generation runs on to its limit. What crosstune saves stops at both.",
-        "Set eos_token to the token that ends turns, in other tools that use this model too.",
-        bad=GOOD,
-        source="https://github.com/meta-llama/llama-cookbook/issues/640",
-    ),
-    Fault(
-        "pad-is-stop-token",
-        "warning",
-        "The padding token is a stop token",
-        "Where padding is masked by its id, the end of the answer is masked with it, and the model never learns to "
-        "stop. Crosstune masks by position, other tools that use this tokenizer don't.",
-        "Remove the setting: a token that is never needed is chosen.",
-        bad=GOOD,
-        good=GOOD,
-        under=("model.pad_token='<|eot_id|>'",),
-        source="https://github.com/mlabonne/llm-course/issues/33",
-    ),
-    Fault(
-        "pad-chosen",
-        "note",
-        "The tokenizer has no padding token; one was chosen",
-        "Batches need one. It is never learned, and no token is added.",
-        "Nothing.",
-        bad=GOOD,
-    ),
-    Fault(
-        "untrained-special-tokens",
-        "error",
-        "Control tokens whose embedding was never trained",
-        "A base model has never seen the tokens of the chat template: their rows are zero, or equal to one another. "
-        "With the embedding frozen, the model can't tell them apart, and gradients may become NaN.",
-        "Use the instruct version of the model, write the rows as prompt and completion, or choose a template made of "
-        "ordinary text (model.chat_template).",
-        bad=GOOD,
-        source="https://github.com/meta-pytorch/torchtune/issues/2429",
-    ),
-    Fault(
-        "vocabulary-exceeds-embedding",
-        "error",
-        "The tokenizer has more entries than the embedding has rows",
-        "The first row with such a token fails with an index out of range, on a GPU with a device-side assert.",
-        "Use the tokenizer that belongs to the model.",
-        source="https://github.com/huggingface/peft/issues/1457",
-    ),
-    Fault(
-        "vocabulary-below-embedding",
-        "note",
-        "The embedding has more rows than the tokenizer has entries",
-        "Usual: rows are padded to a round number. Nothing is resized.",
-        "Nothing.",
-        bad=GOOD,
-    ),
-    Fault(
-        "generation-prompt-mismatch",
-        "warning",
-        "A template that opens a turn otherwise than it writes one",
-        "What the model is given at use time isn't what it was trained to go on from.",
-        "Check that the template's generation prompt equals the header of its assistant turns.",
-    ),
-    Fault(
-        "max-tokens",
-        "note",
-        "The length to which rows are cut, where none was set",
-        "No silent default: it is the model's own limit.",
-        "Set data.max_tokens for another.",
-        bad=GOOD,
-    ),
-    Fault(
-        "max-tokens-over-limit",
-        "warning",
-        "Rows longer than the model was made for",
-        "Positions beyond its limit were never trained.",
-        "Set data.max_tokens to the model's limit or less.",
-        under=("data.max_tokens=100000",),
-    ),
-    Fault(
-        "template-date",
-        "note",
-        "A template that writes today's date",
-        "The same rows would have other tokens tomorrow; one date is used for all.",
-        "Nothing; a column chat_template_kwargs with date_string sets another.",
-    ),
-    Fault(
-        "template-on-base-model",
-        "note",
-        "A chat template given to a tokenizer that had none",
-        "The base model has not been trained in this format; it has to learn the format together with the task.",
-        "Compare with the instruct version of the model.",
-        source="https://github.com/unslothai/unsloth/issues/658",
-    ),
-    Fault(
-        "model-unread",
-        "error",
-        "The model's tokenizer or config can't be read",
-        "Nothing about tokens can be said, and nothing can be trained.",
-        "See the message.",
-    ),
-    Fault(
-        "embedding-unread",
-        "note",
-        "The model's weights aren't here, so its embedding wasn't looked at",
-        "Untrained control tokens and a vocabulary too small show only in the weights or the config.",
-        "Download the model first.",
-    ),
-)
-
-TOKEN_FAULTS = CONTENT_FAULTS + TEMPLATE_FAULTS

@@ -22,7 +22,7 @@ from crosstune.export import merge
 from crosstune.export.verify import EncodedRow, encode_prompts
 from crosstune.export.weights import weights_checksums
 from crosstune.recipe import Lora
-from tests.adapters import TARGETS
+from tests.adapters import TARGETS, random_adapter
 from tests.test_export import export
 from tests.tiny import make_tiny
 
@@ -396,3 +396,35 @@ def test_a_gguf_base_is_dequantised_and_said(tmp_path, tiny):
     flip_bit(file)
     with pytest.raises(ModelError, match="is not the file that the adapter was trained on"):
         merge(tmp_path / "adapter", tmp_path / "other")
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory) -> Path:
+    """The demo's model in bf16 and several shards."""
+    from crosstune.demo_model import find_model
+    from crosstune.export.quantize import write_plain
+    from crosstune.progress import Quiet
+
+    folder = tmp_path_factory.mktemp("smollm2") / "base"
+    write_plain(Path(find_model(Quiet())), folder, torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(folder.parent / "shards", max_shard_size="60MB")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder.parent / "shards")
+    return folder.parent / "shards"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("targets", "rslora"),
+    [(("q_proj", "v_proj"), False), (TARGETS, True), ((*TARGETS, "lm_head"), False)],
+    ids=["qv", "rs", "head"],
+)
+def test_a_real_model_merges_within_the_noise_of_bf16(smollm2, tmp_path, targets, rslora):
+    lora = Lora(rank=8, alpha=16, rslora=rslora)
+    export(tmp_path / "adapter", smollm2, lora, targets, tensors=random_adapter(smollm2, lora, targets, spread=0.02))
+    report = merge(tmp_path / "adapter", tmp_path / "merged")
+    found = report.verification
+    assert len(report.files) > 3 and found.merged.mean_logit < found.expected_noise
+    assert found.merged.mean_logit < 0.2 * found.adapter_effect.mean_logit
+    assert found.merged.same_next_token > 0.9
+    print(report.words())

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from crosstune import cli
 from crosstune.data.lint import lint
 from tests.tiny import CASES
 
@@ -78,6 +79,16 @@ def test_a_file_that_holds_no_rows_is_a_clear_error(form: str, suffix: str, tmp_
         assert report.exit_code == 2, report.summary()
         assert all(finding.message and finding.fix for finding in report.errors)
         assert all(len(finding.message) < 1000 for finding in report.errors)
+
+
+@pytest.mark.parametrize("form", ["random", "utf16", "gzip", "png", "brackets", "empty"])
+def test_the_command_exits_with_2(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(FORMS[form](Random(1)))
+    assert cli.main(["lint", str(file), "--json"]) == 2
+    (finding, *_) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert finding["severity"] == "error" and finding["fix"]
+    assert cli.main(["lint", str(tmp_path)]) == 2
 
 
 def test_a_directory_a_missing_file_and_a_device(tmp_path: Path) -> None:

@@ -174,10 +174,11 @@ def near_sets(signatures: NDArray[np.uint32]) -> list[tuple[NDArray[np.int64], f
         return at
 
     for band in range(BANDS):
-        keys = np.ascontiguousarray(signatures[:, band * width : (band + 1) * width]).view(f"V{4 * width}").ravel()
-        _, bucket = np.unique(keys, return_inverse=True)
-        order = np.argsort(bucket, kind="stable")
-        same = bucket[order[1:]] == bucket[order[:-1]]
+        # The band's four hashes as one: sorting numbers is ten times faster than sorting byte strings.
+        halves = np.ascontiguousarray(signatures[:, band * width : (band + 1) * width]).view(np.uint64)
+        keys = halves[:, 0] * np.uint64(0x9E3779B97F4A7C15) + halves[:, 1]
+        order = np.argsort(keys, kind="stable")
+        same = keys[order[1:]] == keys[order[:-1]]
         if not same.any():
             continue
         # In each bucket every row is compared with its neighbour and with the bucket's first.

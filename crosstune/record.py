@@ -19,6 +19,7 @@ from crosstune.recipe import Recipe
 from crosstune.store.run import Run
 from crosstune.sweep import Trial
 from crosstune.train.lane import LaneJob, RowScores
+from crosstune.train.recover import PlanChanged
 from crosstune.train.wave import Event, LaneEvaluated, LaneFinished, LaneGivenUp, LaneRetired, StepKept, WaveFinished
 
 
@@ -57,9 +58,22 @@ class Recorder:
             self.run.record("lane_failed", **_lane(event.job), reason=event.reason, step=event.step)
         elif isinstance(event, LaneGivenUp):
             self.run.record("lane_given_up", **_lane(event.job), reason=event.reason, step=event.step)
+        elif isinstance(event, PlanChanged):
+            self._change_plan(event)
         elif isinstance(event, WaveFinished):
             facts = {name: value for name, value in vars(event).items() if name != "jobs"}
             self.run.record("wave_finished", lanes=[[job.trial, job.fold] for job in event.jobs], **facts)
+
+    def _change_plan(self, event: PlanChanged) -> None:
+        """What happened, and the plan with which a continued run goes on."""
+        lanes = [[job.trial, job.fold] for job in event.jobs]
+        before, after = event.before, event.after
+        self.run.record(
+            "out_of_memory", lanes=lanes, step=event.step, doing=event.doing, message=event.message,
+            before=before.settings, after=after.settings, evaluate_tokens=after.evaluate_tokens,
+        )  # fmt: skip
+        allowed = list(self.recipe.lint.allow)
+        self.run.record("plan", **after.settings, peak_bytes=after.peak_bytes, waves=after.waves, allowed=allowed)
 
     def _keep_step(self, event: StepKept) -> None:
         """Write the best adapter so far, then remove the one that it beat: the number of files stays bounded."""
@@ -93,6 +107,7 @@ class Recorder:
     def _save(self, job: LaneJob, adapter: Mapping[str, Tensor], name: str, record: Mapping[str, Any]) -> None:
         card = {
             "trial": job.trial, "fold": "all rows" if job.fold is None else job.fold,
+            "quantization": self.recipe.model.quantization,  # of the base: generate asks on the same
             "settings": dict(self.trials[job.trial].settings), "lora": job.lora.model_dump(mode="json"),
             "train": job.train.model_dump(mode="json"), "result": {key: _short(value) for key, value in record.items()},
         }  # fmt: skip

@@ -65,10 +65,11 @@ def fold_job(
 
 @dataclass
 class PlanOf:
-    """The two numbers of a Plan that a wave reads."""
+    """What a wave reads of a Plan."""
 
     micro_batch: int = 2
     checkpointed_layers: int = 0
+    evaluate_tokens: int = 4096
 
 
 @dataclass

@@ -103,6 +103,13 @@ class Plan:
         tries = [plan for plan in tries if plan.peak_bytes <= enough]
         return min(tries, key=lambda plan: (plan.seconds, plan.peak_bytes), default=None)
 
+    def smaller_evaluation(self) -> Plan | None:
+        """The same plan with half the tokens in a batch of an evaluation. None: each lane has one row already."""
+        least = self.lanes * self.max_tokens
+        if self.evaluate_tokens <= least:
+            return None
+        return replace(self, evaluate_tokens=max(least, self.evaluate_tokens // 2))
+
     def __str__(self) -> str:
         count, layers = self.checkpointed_layers, self.job.shape.layers
         again = {0: "nothing recomputed", layers: "all layers recomputed"}.get(

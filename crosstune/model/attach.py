@@ -158,8 +158,16 @@ class Slots:
         self._int8 = keep_no_inputs(self.base.model)
         if FUSED_ON[self.base.device.type]:
             self._fuse()
+        self.recompute_first(checkpointed_layers)
+
+    def recompute_first(self, count: int) -> None:
+        """Let the first `count` blocks make their activations again in the backward pass; no others."""
         block: Any  # transformers sets these attributes on its own blocks too
-        for block in self.base.decoder_layers[:checkpointed_layers]:
+        for block in self._checkpointed:
+            block.gradient_checkpointing, block.training = False, False
+            del block._gradient_checkpointing_func
+        self._checkpointed = []
+        for block in self.base.decoder_layers[:count]:
             # transformers' own layers (modeling_layers.GradientCheckpointingLayer) check these three; the layer alone
             # is put into training mode, not its children, so the base's own dropouts stay off.
             block.gradient_checkpointing, block.training = True, True
@@ -192,10 +200,8 @@ class Slots:
             layer.alone = None  # it and its bundle hold one another: memory would wait for Python's cycle collector
             setattr(parent, leaf, module)
         keep_inputs_again(self._int8)
-        for layer in self._checkpointed:
-            layer.gradient_checkpointing, layer.training = False, False
-            del layer._gradient_checkpointing_func
-        self._replaced, self._checkpointed, self._int8 = [], [], []
+        self.recompute_first(0)
+        self._replaced, self._int8 = [], []
 
     def reset(self, k: int, spec: LaneSpec) -> None:
         """Give slot k to a lane: exactly zero but for A's initial values, whatever ran there before."""

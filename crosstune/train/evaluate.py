@@ -6,6 +6,7 @@ looks, and per-row sums are made in float64.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -24,27 +25,46 @@ TOKENS_A_BATCH = {"cpu": 4096, "mps": 8192, "cuda": 32768}
 
 
 def score_lanes(
-    slots: Slots, tokens: Tokens, rows_K: Sequence[Sequence[int]], *, tick: Callable[[int], None] | None = None
+    slots: Slots,
+    tokens: Tokens,
+    rows_K: Sequence[Sequence[int]],
+    *,
+    tick: Callable[[int], None] | None = None,
+    most_tokens: int | None = None,
 ) -> list[RowScores]:
-    """Score lane k's adapter on `rows_K[k]`, all lanes together. `tick` is told how many rows a batch held."""
-    return _score(slots.base, slots, tokens, rows_K, tick)
+    """Score lane k's adapter on `rows_K[k]`, all lanes together. `tick` is told how many rows a batch held.
+
+    `most_tokens`: of a batch, padding included, where the plan says fewer than the device's usual number.
+    """
+    return _score(slots.base, slots, tokens, rows_K, tick, most_tokens)
 
 
 def score_base(
-    base: Base, tokens: Tokens, rows: Sequence[int], *, tick: Callable[[int], None] | None = None
+    base: Base,
+    tokens: Tokens,
+    rows: Sequence[int],
+    *,
+    tick: Callable[[int], None] | None = None,
+    most_tokens: int | None = None,
 ) -> RowScores:
     """Score the untuned base on `rows`."""
-    return _score(base, None, tokens, [rows], tick)[0]
+    return _score(base, None, tokens, [rows], tick, most_tokens)[0]
 
 
 @torch.inference_mode()
 def _score(
-    base: Base, slots: Slots | None, tokens: Tokens, rows_K: Sequence[Sequence[int]], tick: Callable[[int], None] | None
+    base: Base,
+    slots: Slots | None,
+    tokens: Tokens,
+    rows_K: Sequence[Sequence[int]],
+    tick: Callable[[int], None] | None,
+    most_tokens: int | None,
 ) -> list[RowScores]:
     nll = np.zeros((len(rows_K), len(tokens.lengths)))
     hits = np.zeros_like(nll, dtype=np.int64)
     waiting = []
-    for batch in _batches(tokens, rows_K, base.device.type):
+    most_tokens = min(TOKENS_A_BATCH[base.device.type], most_tokens or sys.maxsize)
+    for batch in _batches(tokens, rows_K, base.device.type, most_tokens):
         on_device = DeviceBatch.of(batch, base.device)
         if slots is not None:
             slots.begin_pass(None)
@@ -63,7 +83,9 @@ def _score(
     ]
 
 
-def _batches(tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str) -> Iterator[Batch]:
+def _batches(
+    tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str, most_tokens: int
+) -> Iterator[Batch]:
     """Batches of all lanes, longest rows first, as many rows a lane as the token budget holds at that length."""
     queues: list[list[Unit]] = [
         [(row,) for row in sorted(rows, key=lambda row: -int(tokens.lengths[row]))] for rows in rows_K
@@ -71,7 +93,7 @@ def _batches(tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str) 
     place = 0
     while any(place < len(queue) for queue in queues):
         longest = max(int(tokens.lengths[queue[place][0]]) for queue in queues if place < len(queue))
-        each = max(1, TOKENS_A_BATCH[device_type] // (len(queues) * longest))
+        each = max(1, most_tokens // (len(queues) * longest))
         yield collate(
             tokens,
             [queue[place : place + each] for queue in queues],

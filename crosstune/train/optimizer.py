@@ -8,6 +8,7 @@ moments are read and written once. State: two fp32 numbers a parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,19 @@ from crosstune.recipe import Train
 FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 2000
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What a step will do, each (K,): gradient norm, finite, divisor of the gradient, whether it is left out."""
+
+    norm_K: Tensor
+    ok_K: Tensor
+    divide_K: Tensor
+    skip_K: Tensor
+    rescaled: tuple[Tensor, Tensor] | None  # good steps and loss scales afterwards, in fp16
+
+
 class LaneAdamW:
-    """Moments `m_KP`, `v_KP` (fp32), steps taken `taken_K`, loss scales `scale_K` with `good_K` steps since a change."""
+    """Moments `m_KP`, `v_KP` (fp32), steps taken `taken_K`, loss scales `scale_K`, `good_K` steps since a change."""
 
     def __init__(self, slots: Slots, trains: Sequence[Train]) -> None:
         self.slots = slots
@@ -55,29 +67,42 @@ class LaneAdamW:
         self.clip_K[k] = train.max_grad_norm
         self.kernels[k] = self._kernel(k, train)
 
-    @torch.no_grad()
     def step(self, loss_K: Tensor, learning_rates: Sequence[float], active_K: Tensor) -> tuple[Tensor, Tensor]:
         """Update the active lanes from `grad_KP`; return (gradient norm, ok), each (K,).
 
         A lane with a non-finite loss or gradient is left as it is, bit for bit, and so is one that isn't active.
         """
+        judged = self.judge(loss_K, active_K)
+        self.apply(judged, learning_rates)
+        return judged.norm_K, judged.ok_K
+
+    @torch.no_grad()
+    def judge(self, loss_K: Tensor, active_K: Tensor) -> Judged:
+        """All that an update needs. Nothing changes here, and nothing is allocated after it: see train/recover.py."""
         norm_K = torch.linalg.vector_norm(self.slots.grad_KP, dim=1) / self.scale_K
         ok_K = torch.isfinite(norm_K) & torch.isfinite(loss_K)
         # clip_grad_norm_'s rule; a gradient is divided by grad_scale, so its inverse goes in.
         factor_K = (self.clip_K / (norm_K + 1e-6)).clamp(max=1.0)
         divide_K = torch.where(ok_K, self.scale_K / factor_K, torch.ones_like(norm_K))
         skip_K = (~(ok_K & active_K)).float()
+        return Judged(norm_K, ok_K, divide_K, skip_K, self._rescaled(ok_K, active_K) if self.scaled else None)
+
+    @torch.no_grad()
+    def apply(self, judged: Judged, learning_rates: Sequence[float]) -> None:
+        """Update parameters and state in place."""
         for k, kernel in enumerate(self.kernels):
             kernel.param_groups[0]["lr"] = learning_rates[k]
-            kernel.grad_scale, kernel.found_inf = divide_K[k], skip_K[k]  # type: ignore[attr-defined]
+            kernel.grad_scale, kernel.found_inf = judged.divide_K[k], judged.skip_K[k]  # type: ignore[attr-defined]
             kernel.step()
-        if self.scaled:
-            self._rescale(ok_K, active_K)
-        return norm_K, ok_K
+        if judged.rescaled is not None:
+            good_K, scale_K = judged.rescaled
+            self.good_K.copy_(good_K)
+            self.scale_K.copy_(scale_K)
 
-    def _rescale(self, ok_K: Tensor, active_K: Tensor) -> None:
-        self.good_K.copy_(torch.where(ok_K, self.good_K + active_K, torch.zeros_like(self.good_K)))
-        grown_K = self.good_K >= GROWTH_INTERVAL
-        self.good_K.masked_fill_(grown_K, 0)
+    def _rescaled(self, ok_K: Tensor, active_K: Tensor) -> tuple[Tensor, Tensor]:
+        """(good steps, loss scales) after this step."""
+        good_K = torch.where(ok_K, self.good_K + active_K, torch.zeros_like(self.good_K))
+        grown_K = good_K >= GROWTH_INTERVAL
         factor_K = torch.where(ok_K | ~active_K, torch.ones_like(self.scale_K), torch.full_like(self.scale_K, 0.5))
-        self.scale_K.mul_(torch.where(grown_K, torch.full_like(factor_K, 2.0), factor_K))
+        factor_K = torch.where(grown_K, torch.full_like(factor_K, 2.0), factor_K)
+        return good_K.masked_fill(grown_K, 0), self.scale_K * factor_K

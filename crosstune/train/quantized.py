@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,40 +14,38 @@ from crosstune.model.base import Base
 def quantize_linears(base: Base, kind: str, *, double_quant: bool) -> None:
     """Replace every linear layer of a meta base but its head by a quantised one."""
     try:
-        import bitsandbytes
+        import bitsandbytes  # noqa: F401
     except ImportError:
         raise MissingExtra("bitsandbytes", "quant") from None
     for name, module in list(base.model.named_modules()):
         if not isinstance(module, nn.Linear) or name == base.head_name:
             continue
-        new = (
-            _eight_bit(bitsandbytes, module)
-            if kind == "int8"
-            else _four_bit(bitsandbytes, module, double_quant, base.dtype)
-        )
+        new: Any = _eight_bit(module) if kind == "int8" else _four_bit(module, double_quant, base.dtype)
         new.bias = module.bias
         parent, _, leaf = name.rpartition(".")
         setattr(base.model.get_submodule(parent), leaf, new)
 
 
-def _four_bit(bitsandbytes: object, linear: nn.Linear, double_quant: bool, dtype: torch.dtype) -> nn.Module:
+def _four_bit(linear: nn.Linear, double_quant: bool, dtype: torch.dtype) -> nn.Module:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    options = {"compress_statistics": double_quant, "quant_type": "nf4"}
-    new = Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=dtype, device="meta", **options)
-    weight = Params4bit(linear.weight.data, requires_grad=False, module=new, **options)
+    options: dict[str, Any] = {"compress_statistics": double_quant, "quant_type": "nf4"}
+    new: Any = Linear4bit(
+        linear.in_features, linear.out_features, bias=False, compute_dtype=dtype, device="meta", **options
+    )
+    weight: Any = Params4bit(linear.weight.data, requires_grad=False, module=new, **options)
     new.weight = weight._quantize(linear.weight.device)  # what .to("cuda") does; .to("meta") refuses
     new.compute_type_is_set = True  # else the first call looks at the values of its input
-    return new
+    return new  # type: ignore[no-any-return]
 
 
-def _eight_bit(bitsandbytes: object, linear: nn.Linear) -> nn.Module:
+def _eight_bit(linear: nn.Linear) -> nn.Module:
     from bitsandbytes.nn import Int8Params, Linear8bitLt
 
-    new = Linear8bitLt(
+    new: Any = Linear8bitLt(
         linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, threshold=6.0, device="meta"
     )  # 6.0: transformers' BitsAndBytesConfig
     numbers = torch.empty(linear.weight.shape, dtype=torch.int8, device="meta")
     scales = torch.empty(linear.out_features, dtype=torch.float32, device="meta")
     new.weight = Int8Params(numbers, requires_grad=False, has_fp16_weights=False, CB=numbers, SCB=scales)
-    return new
+    return new  # type: ignore[no-any-return]

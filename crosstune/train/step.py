@@ -71,7 +71,11 @@ def step_batches(
 
 
 def train_step(slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], batches: Sequence[Batch]) -> StepResult:
-    """Gradients of all passes, one AdamW step a lane, compute copies refreshed. Lanes' own counters are not touched."""
+    """Gradients of all passes, one AdamW step a lane, compute copies refreshed. Lanes' own counters are not touched.
+
+    Nothing but the gradient has changed while anything is still to be allocated, so a step that runs out of memory can
+    be done again (train/recover.py).
+    """
     device = slots.base.device
     slots.grad_KP.zero_()
     loss_K = torch.zeros(len(lanes), device=device)
@@ -79,9 +83,11 @@ def train_step(slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], batche
         loss_K += run_pass(slots, DeviceBatch.of(batch, device))
     active_K = torch.tensor([lane.status is Status.RUNNING and lane.is_fed for lane in lanes], device=device)
     loss_K /= optimizer.scale_K
-    norm_K, ok_K = optimizer.step(loss_K, [lane.learning_rate() for lane in lanes], active_K)
+    judged = optimizer.judge(loss_K, active_K)
+    told = torch.stack([loss_K, judged.norm_K, judged.ok_K.float(), active_K.float()]).double()
+    optimizer.apply(judged, [lane.learning_rate() for lane in lanes])
     slots.refresh()
-    facts = torch.stack([loss_K, norm_K, ok_K.float(), active_K.float()]).double().cpu().numpy()
+    facts = told.cpu().numpy()
     loss = np.where(facts[3] > 0, facts[0], np.nan)
     return StepResult(loss, facts[1], facts[2] > 0, sum(batch.num_tokens for batch in batches))
 

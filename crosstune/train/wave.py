@@ -23,6 +23,7 @@ from crosstune.train.checkpoint import Checkpoints, no_checkpoints
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.lane import Lane, LaneJob, RowScores, Status
 from crosstune.train.optimizer import LaneAdamW
+from crosstune.train.recover import PlanChanged, smaller_plan, survive
 from crosstune.train.state import Standing, pack_wave, unpack_wave
 from crosstune.train.step import LENGTH_MULTIPLE, StepResult, step_batches, train_step
 
@@ -92,7 +93,7 @@ class WaveFinished:
     peak_bytes: int
 
 
-Event = LaneEvaluated | StepKept | LaneFinished | LaneRetired | LaneGivenUp | WaveFinished
+Event = LaneEvaluated | StepKept | LaneFinished | LaneRetired | LaneGivenUp | PlanChanged | WaveFinished
 Report = Callable[[Event], None]
 GivenUp = Callable[[LaneJob], str]  # why the lane's trial is given up; empty if it isn't
 
@@ -107,13 +108,14 @@ def run_wave(
     progress: Progress,
     checkpoints: Checkpoints | None = None,
     given_up: GivenUp = lambda job: "",
-) -> None:
+) -> Plan:
     """Train and score all `jobs` together; tell `report` what happens. Goes on from the wave's newest checkpoint.
 
+    Returns the plan that it ended with: a smaller one than `plan` if memory ran out (train/recover.py).
     What was reported between that checkpoint and the end of the process that wrote it is reported again, unchanged.
     """
     before, begun = live_bytes(base.device), time.monotonic()
-    steps, trained = _run(base, jobs, tokens, plan, report, progress, checkpoints or no_checkpoints(), given_up)
+    steps, trained, plan = _run(base, jobs, tokens, plan, report, progress, checkpoints or no_checkpoints(), given_up)
     report(
         WaveFinished(
             tuple(jobs),
@@ -125,6 +127,7 @@ def run_wave(
             peak_bytes(base.device),
         )
     )
+    return plan
 
 
 def _run(
@@ -136,7 +139,7 @@ def _run(
     progress: Progress,
     checkpoints: Checkpoints,
     given_up: GivenUp,
-) -> tuple[int, int]:
+) -> tuple[int, int, Plan]:
     with attached(base, [job.spec for job in jobs], checkpointed_layers=plan.checkpointed_layers) as slots:
         wave = _Wave(slots, [Lane.start(job, tokens) for job in jobs], tokens, plan, report, checkpoints, given_up)
         wave.go_on()
@@ -149,7 +152,7 @@ def _run(
                     progress.advance(**wave.facts())
                     wave.evaluate()
                     wave.keep_if_due()
-        return wave.standing.steps, wave.standing.trained
+        return wave.standing.steps, wave.standing.trained, wave.plan
 
 
 class _Cut(Exception):
@@ -184,15 +187,8 @@ class _Wave:
 
     def step(self) -> None:
         """One optimizer step of every lane that is not over; notes whose evaluation is due after it."""
-        batches = step_batches(
-            self.lanes,
-            self.tokens,
-            self.optimizer.scale_K.tolist(),
-            micro_batch=self.plan.micro_batch,
-            multiple=LENGTH_MULTIPLE[self.slots.base.device.type],
-        )
         fed = [lane.is_fed for lane in self.lanes]
-        self.last = result = train_step(self.slots, self.optimizer, self.lanes, batches)
+        self.last = result = self._survive("a training step", self._train)
         self.standing.steps, self.standing.trained = self.standing.steps + 1, self.standing.trained + result.num_tokens
         for k, lane in enumerate(self.lanes):
             if not fed[k]:
@@ -204,6 +200,36 @@ class _Wave:
             if not result.ok[k] and not self._may_skip(k):
                 self._retire(k, "non-finite-loss" if not np.isfinite(result.loss[k]) else "non-finite-gradient")
         self.standing.due = [k for k, lane in enumerate(self.lanes) if fed[k] and lane.is_due()]
+
+    def _train(self) -> StepResult:
+        batches = step_batches(
+            self.lanes,
+            self.tokens,
+            self.optimizer.scale_K.tolist(),
+            micro_batch=self.plan.micro_batch,
+            multiple=LENGTH_MULTIPLE[self.slots.base.device.type],
+        )
+        return train_step(self.slots, self.optimizer, self.lanes, batches)
+
+    def _survive(self, doing: str, action: Callable[[], Any], *, evaluating: bool = False) -> Any:
+        """`action()`; where memory runs out, again with the next smaller plan, from which the wave then goes on."""
+
+        def shrink(message: str) -> None:
+            before, self.plan = self.plan, smaller_plan(self.plan, doing, evaluating=evaluating)
+            self.slots.recompute_first(self.plan.checkpointed_layers)
+            jobs = tuple(lane.job for lane in self.lanes)
+            self.report(PlanChanged(jobs, self.standing.steps, doing, message, before, self.plan))
+
+        return survive(action, shrink, self.slots.base.device)
+
+    def _score(self, rows_K: Sequence[Sequence[int]]) -> list[RowScores]:
+        def score() -> list[RowScores]:
+            return score_lanes(
+                self.slots, self.tokens, rows_K, tick=self._cut_if_asked, most_tokens=self.plan.evaluate_tokens
+            )
+
+        scores: list[RowScores] = self._survive("an evaluation", score, evaluating=True)
+        return scores
 
     def evaluate(self) -> None:
         """The evaluations that are due, unless the run is to end: they are then the first thing when it goes on."""
@@ -246,9 +272,9 @@ class _Wave:
         """Score the lanes that are due on their held-out rows, and on the rows that decide on stopping."""
         lanes = self.lanes
         held_out = [lane.job.held_out if k in due else () for k, lane in enumerate(lanes)]
-        scores = score_lanes(self.slots, self.tokens, held_out, tick=self._cut_if_asked)
+        scores = self._score(held_out)
         stop_rows = [lane.stop_rows if k in due else () for k, lane in enumerate(lanes)]
-        stops = score_lanes(self.slots, self.tokens, stop_rows, tick=self._cut_if_asked) if any(stop_rows) else scores
+        stops = self._score(stop_rows) if any(stop_rows) else scores
         stops = [stop if rows else score for stop, rows, score in zip(stops, stop_rows, scores, strict=True)]
         for k in due:
             lane = lanes[k]
@@ -271,8 +297,11 @@ class _Wave:
 
     def _keep(self, k: int, scores: RowScores) -> None:
         if self.lanes[k].job.train.keep == "best":
-            self.standing.best[k], self.standing.best_scores[k] = self.slots.master_KP[k].clone(), scores
-            self.report(StepKept(self.lanes[k].job, self.lanes[k].step, self.slots.adapter(k)))
+            best, adapter = self._survive(
+                "keeping an adapter", lambda: (self.slots.master_KP[k].clone(), self.slots.adapter(k))
+            )
+            self.standing.best[k], self.standing.best_scores[k] = best, scores
+            self.report(StepKept(self.lanes[k].job, self.lanes[k].step, adapter))
 
     def _finish(self, k: int, scores: RowScores) -> None:
         lane, kept = self.lanes[k], self.lanes[k].step
@@ -282,7 +311,7 @@ class _Wave:
         if lane.status is Status.RUNNING:
             lane.status = Status.DONE
         seconds = time.monotonic() - self.begun
-        adapter = self.slots.adapter(k)
+        adapter = self._survive("keeping an adapter", lambda: self.slots.adapter(k))
         self.report(
             LaneFinished(
                 lane.job, lane.status, lane.reason, lane.step, kept, scores, adapter, tuple(lane.losses), seconds

@@ -14,6 +14,7 @@ from crosstune.model.device import Place, free_bytes
 from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.lane import LaneJob
+from crosstune.train.recover import LeakWatch
 from crosstune.train.wave import GivenUp, Report, run_wave
 
 
@@ -29,11 +30,15 @@ def run_waves(
     given_up: GivenUp = lambda job: "",
 ) -> None:
     """Train the waves in order. A wave's checkpoints go when all that it reported is recorded."""
+    leaks = LeakWatch(base.device, progress.say)
     for jobs in waves:
         kept = checkpoints(jobs)
         try:
-            run_wave(base, jobs, tokens, plan, report=report, progress=progress, checkpoints=kept, given_up=given_up)
+            plan = run_wave(
+                base, jobs, tokens, plan, report=report, progress=progress, checkpoints=kept, given_up=given_up
+            )
             kept.drop()
+            leaks.wave_ended()
         finally:
             kept.close()
 

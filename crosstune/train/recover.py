@@ -1,0 +1,105 @@
+"""Out of memory is survived: give back all that can be, take the next smaller plan, do the same again.
+
+What is repeated must not have changed anything before it failed. A training step hasn't: `LaneAdamW.judge` makes all
+that the update needs, and `apply` then works in place, where nothing is allocated. An evaluation only reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from crosstune.errors import DeviceError
+from crosstune.memory.plan import Plan
+from crosstune.model.device import live_tensors, release
+from crosstune.train.lane import LaneJob
+from crosstune.units import bytes_words
+
+Result = TypeVar("Result")
+
+# How torch and CUDA's libraries say it: CUDACachingAllocator, CPUAllocator, cuBLAS, cuDNN and the driver.
+_WORDS = (
+    "out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+)  # fmt: skip
+LEAK_BYTES = 1 << 20  # what one wave may leave behind: caches of libraries, once
+
+
+@dataclass(frozen=True)
+class PlanChanged:
+    """Memory ran out, and the wave went on with a smaller plan."""
+
+    jobs: tuple[LaneJob, ...]
+    step: int  # optimizer steps the wave had taken
+    doing: str
+    message: str
+    before: Plan
+    after: Plan
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def survive(action: Callable[[], Result], shrink: Callable[[str], None], device: torch.device) -> Result:
+    """`action()`, and again after `shrink(message)` as often as memory runs out. `shrink` raises if nothing is left."""
+    while True:
+        try:
+            return action()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            message = str(error).strip().split("\n")[0][:300] or type(error).__name__
+        # Outside of the handler: the error's traceback holds the frames, and they hold the tensors.
+        release(device)
+        shrink(message)
+
+
+def smaller_plan(plan: Plan, doing: str, *, evaluating: bool) -> Plan:
+    """The next smaller plan for what ran out. Raises DeviceError with the way out when there is none."""
+    smaller = plan.smaller_evaluation() if evaluating else plan.smaller()
+    if smaller is None:
+        half = max(1, plan.lanes // 2)
+        fix = f"Go on with device.lanes: {half}" if plan.lanes > 1 else "Set data.max_tokens or model.quantization: nf4"
+        raise DeviceError(
+            f"out of memory in {doing}, with nothing left to make smaller: {plan}",
+            f"{fix}, or free memory that other programs hold; what was finished is kept.",
+        )
+    return smaller
+
+
+class LeakWatch:
+    """Bytes alive after each wave. Growth from wave to wave is told once, with the tensors that grew."""
+
+    def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
+        self.device, self.say = device, say
+        self.after: list[int] = []
+        self._first: Any = None
+        self._told = False
+
+    def wave_ended(self) -> None:
+        """Look after a wave."""
+        release(self.device)
+        alive = live_tensors(self.device.type)
+        self.after.append(sum(alive.values()))
+        if self._first is None:
+            self._first = alive
+        elif not self._told and len(self.after) > 2 and self._grows():
+            grown = {key: size - self._first[key] for key, size in alive.items() if size > self._first[key]}
+            most = sorted(grown.items(), key=lambda item: -item[1])[:3]
+            words = ", ".join(f"{list(shape)} {kind} (+{bytes_words(size)})" for (shape, kind), size in most)
+            self.say(
+                f"warning: memory-leak: {bytes_words(self.after[-1] - self.after[0])} more are held after wave "
+                f"{len(self.after)} than after the first: {words}"
+            )
+            self._told = True
+
+    def _grows(self) -> bool:
+        last: Sequence[int] = self.after[-3:]
+        return last[0] + LEAK_BYTES < last[1] and last[1] + LEAK_BYTES < last[2]

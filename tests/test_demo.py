@@ -1,5 +1,6 @@
 """The demo: its rows, where its model comes from, and what is said when there is none. No network is used."""
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -115,3 +116,15 @@ def test_rows_are_written_beside_the_run(tmp_path):
     assert len(Path(recipe.data.path).read_text(encoding="utf-8").splitlines()) == 20
     assert (recipe.folds.kind, recipe.folds.by, recipe.folds.k) == ("stratified", "category", 5)
     assert recipe.lora.rank == 2
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_every_fold_below_the_base(tmp_path):
+    """The real model (fetched if need be) on few rows: about a minute on two cores."""
+    command = [sys.executable, "-m", "crosstune", "demo", "--rows", "40", "--out", str(tmp_path / "demo"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    folds = found["trials"][0]["folds"]
+    assert len(folds) == 5 and found["failed"] == []
+    assert all(fold["loss"] < fold["base_loss"] for fold in folds)
+    assert sum(fold["rows"] for fold in folds) == 40

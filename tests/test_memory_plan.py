@@ -223,6 +223,15 @@ def test_the_picture_is_an_svg_with_every_large_part():
     assert "<svg" in found._repr_html_()
 
 
+def test_the_picture_is_written_as_svg_or_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = explain(recipe(), gpu="h100", lengths=[512] * 50)
+    found.save_picture(tmp_path / "parts.svg")
+    found.save_picture(tmp_path / "parts.png")
+    assert (tmp_path / "parts.svg").read_text() == found.picture()
+    assert (tmp_path / "parts.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_what_is_printed_names_the_verdict_and_the_ways(capsys):
     from rich.console import Console
 

@@ -14,7 +14,7 @@ import torch
 
 from crosstune.errors import DeviceError
 from crosstune.memory.plan import Plan
-from crosstune.model.device import live_tensors, release
+from crosstune.model.device import live_tensors, release, used_bytes
 from crosstune.train.lane import LaneJob
 from crosstune.units import bytes_words
 
@@ -25,6 +25,7 @@ _WORDS = (
     "out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_NOT_INITIALIZED",
 )  # fmt: skip
+PEAK_SHARE = 0.05
 LEAK_BYTES = 1 << 20  # what one wave may leave behind: caches of libraries, once
 
 
@@ -72,6 +73,19 @@ def smaller_plan(plan: Plan, doing: str, *, evaluating: bool) -> Plan:
             f"{fix}, or free memory that other programs hold; what was finished is kept.",
         )
     return smaller
+
+
+def compare_peak(plan: Plan, device: torch.device) -> str:
+    """A hint if the device's peak and the plan's differ by more than 5%; empty otherwise, and where it can't be told."""
+    if device.type != "cuda":
+        return ""  # a process's resident memory has its peak while the base is loaded
+    used = used_bytes(device)
+    miss = used / plan.peak_bytes - 1
+    if abs(miss) <= PEAK_SHARE:
+        return ""
+    why = "rows of other lengths met" if miss < 0 else "other programs on the device count in"
+    held = f"the device held {bytes_words(used)} at most; the plan said {bytes_words(plan.peak_bytes)}"
+    return f"{held} ({miss:+.0%}: {why})"
 
 
 class LeakWatch:

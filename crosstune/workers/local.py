@@ -14,8 +14,8 @@ from crosstune.model.device import Place, free_bytes
 from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.lane import LaneJob
-from crosstune.train.recover import LeakWatch
-from crosstune.train.wave import GivenUp, Report, run_wave
+from crosstune.train.recover import LeakWatch, PlanChanged, compare_peak
+from crosstune.train.wave import Event, GivenUp, Report, run_wave
 
 
 def run_waves(
@@ -30,17 +30,25 @@ def run_waves(
     given_up: GivenUp = lambda job: "",
 ) -> None:
     """Train the waves in order. A wave's checkpoints go when all that it reported is recorded."""
-    leaks = LeakWatch(base.device, progress.say)
+    leaks, planned = LeakWatch(base.device, progress.say), plan
+
+    def told(event: Event) -> None:
+        if isinstance(event, PlanChanged):
+            progress.say(f"out of memory in {event.doing} after step {event.step}: going on with {event.after}")
+        report(event)
+
     for jobs in waves:
         kept = checkpoints(jobs)
         try:
             plan = run_wave(
-                base, jobs, tokens, plan, report=report, progress=progress, checkpoints=kept, given_up=given_up
+                base, jobs, tokens, plan, report=told, progress=progress, checkpoints=kept, given_up=given_up
             )
             kept.drop()
             leaks.wave_ended()
         finally:
             kept.close()
+    if plan is planned and (hint := compare_peak(plan, base.device)):
+        progress.say(hint)
 
 
 class LocalWorkers:

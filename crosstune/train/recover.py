@@ -76,7 +76,7 @@ def smaller_plan(plan: Plan, doing: str, *, evaluating: bool) -> Plan:
 
 
 def compare_peak(plan: Plan, device: torch.device) -> str:
-    """A hint if the device's peak and the plan's differ by more than 5%; empty otherwise, and where it can't be told."""
+    """A hint if the device's peak and the plan's differ by more than 5%; empty if not, and where it can't be told."""
     if device.type != "cuda":
         return ""  # a process's resident memory has its peak while the base is loaded
     used = used_bytes(device)

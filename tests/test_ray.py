@@ -6,9 +6,12 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +29,7 @@ from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.progress import Quiet
 from crosstune.recipe import Recipe
 from crosstune.store.run import Run
+from crosstune.yaml_text import dump_yaml
 from tests import poison
 from tests.kill_run import digests, unreadable
 
@@ -242,6 +246,54 @@ def test_x02_every_row_is_scored_once_whatever_the_number_of_workers(
     for a, b in zip(one.trials[0]["folds"], three.trials[0]["folds"], strict=True):
         assert a == b
     assert sum(fold["rows"] for fold in three.trials[0]["folds"]) == 22
+
+
+def start_head(port: int, place: Path) -> subprocess.Popen[bytes]:
+    """A cluster of its own on this machine."""
+    words = f"start --head --port={port} --num-cpus=3 --block --include-dashboard=false --disable-usage-stats"
+    return subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *words.split(), f"--temp-dir={place}"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+def test_after_a_lost_head_the_same_command_goes_on(tiny: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    train = {"epochs": 60, "checkpoint_every": 5}
+    cross_validate(asked(tiny, tmp_path / "alone", ray=None, train=train), progress=Quiet())
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_yaml(asked(tiny, tmp_path / "run", ray=f"127.0.0.1:{port}", train=train)))
+    command = [sys.executable, "-m", "crosstune", "run", str(file)]
+
+    short = Path(tempfile.mkdtemp(prefix="ray"))  # a socket's path may have 107 bytes
+    head = start_head(port, short)
+    try:
+        time.sleep(8)
+        run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        while not list((tmp_path / "run").glob("checkpoints/*/*.safetensors")):
+            assert run.poll() is None, run.communicate()[1]
+            time.sleep(0.1)
+        kill_with_children(head)
+        said = run.communicate(timeout=120)[1]
+        assert run.returncode == 2, said
+        assert "ray-lost: the head node" in said
+        head = start_head(port, short)
+        time.sleep(8)
+        assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+        assert same(tmp_path / "run", tmp_path / "alone")
+    finally:
+        kill_with_children(head)
+        shutil.rmtree(short, ignore_errors=True)
 
 
 def test_a_model_in_memory_and_an_absent_cluster_are_refused(tiny: Path, tmp_path: Path) -> None:

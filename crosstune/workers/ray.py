@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from crosstune.data.tokens import Tokens
-from crosstune.errors import CrosstuneError, DeviceError
+from crosstune.errors import CrosstuneError, DeviceError, RunError
 from crosstune.interrupt import Interrupts
 from crosstune.memory.plan import Plan
 from crosstune.progress import Progress, stage
@@ -61,6 +61,7 @@ class RayWorkers:
         self.recipe, self.tokenizer, self.threads = recipe, tokenizer, threads
         self.progress, self.interrupts = progress, interrupts
         self._joined = _connect(recipe.device.ray or "auto")
+        self._head = ray.get_runtime_context().gcs_address
         self._actors: list[Any] = []
         self._busy: list[_Busy] = []
         try:
@@ -192,6 +193,12 @@ class RayWorkers:
         if isinstance(cause, CrosstuneError):
             raise cause
         one.kept.wait()
+        if fault := _why_silent(self._head):
+            self._actors = []  # to end them, the head would be asked, in vain and for a minute
+            raise RunError(
+                f"ray-lost: the head node of the Ray cluster at {self._head} no longer answers: {fault}",
+                "Start the cluster again and give the same command: the run goes on from its last checkpoints.",
+            )
         what = "its worker was lost"
         if not isinstance(error, RayActorError):
             what = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
@@ -286,20 +293,23 @@ def _connect(address: str) -> bool:
 
 def _refuse_silent(address: str) -> None:
     """Ray itself waits for minutes where nobody listens."""
-    host, _, port = address.rpartition(":")
-    problem = ""
-    if address.startswith("ray://") or not host or not port.isdigit():
-        problem = "it isn't of the form HOST:PORT (port 6379 of the head node)"
-    else:
-        try:
-            socket.create_connection((host, int(port)), timeout=5).close()
-        except OSError as error:
-            problem = str(error.strerror or error)
-    if problem:
+    if fault := _why_silent(address):
         raise DeviceError(
-            f"ray-unreachable: no Ray cluster answers at {address!r}: {problem}",
+            f"ray-unreachable: no Ray cluster answers at {address!r}: {fault}",
             "Start one there (ray start --head), or set device.ray: auto to use this machine.",
         )
+
+
+def _why_silent(address: str) -> str:
+    """Why nobody answers at a head node's address; empty if somebody does."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("ray://") or not host or not port.isdigit():
+        return "it isn't of the form HOST:PORT (port 6379 of the head node)"
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
 
 
 def _shares(recipe: Recipe) -> tuple[int, float, int]:

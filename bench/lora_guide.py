@@ -18,6 +18,7 @@ from typing import Any
 import crosstune
 from bench.word_rows import LABELS, rated_words, write_rows
 from crosstune.demo import choose_rows, fastest_precision, read_corpus
+from crosstune.memory.visible import visible_gpus
 from crosstune.pruning import Halving
 from crosstune.result import Result
 from crosstune.scores import fold_scores
@@ -44,7 +45,7 @@ def run_sweep(asked: argparse.Namespace, data: str, seed: int, **more: Any) -> R
         "model": asked.model,
         "lora": DEFAULT["lora"],
         "train": {"learning_rate": DEFAULT["learning_rate"], "batch_size": 8, "seed": seed},
-        "device": {"precision": fastest_precision(), "lanes": 12},
+        "device": {"precision": fastest_precision(), "lanes": "auto" if visible_gpus() else 12},
         "sweep": {"cases": CASES, **more},
         "output": f"{asked.out}/{name}",
     }
@@ -53,12 +54,12 @@ def run_sweep(asked: argparse.Namespace, data: str, seed: int, **more: Any) -> R
         file = write_rows(Path(asked.out) / "qa.jsonl", rows)
         tree |= {"data": {"path": str(file), "max_tokens": 96}}
         tree["folds"] = {"kind": "stratified", "k": 5, "by": "category", "seed": seed}
-        tree["train"]["epochs"] = 1
+        tree["train"]["epochs"] = asked.epochs
     else:
         file = write_rows(Path(asked.out) / "words.jsonl", rated_words(2 * asked.rows))
         tree |= {"data": {"path": str(file), "max_tokens": 64}}
         tree["folds"] = {"kind": "stratified", "k": 5, "by": "label", "seed": seed}
-        tree["train"]["epochs"] = 2
+        tree["train"]["epochs"] = asked.epochs
         tree["evaluate"] = {"metrics": ["loss", "accuracy"], "labels": list(LABELS)}
     return crosstune.cross_validate(tree)
 
@@ -100,6 +101,7 @@ def main() -> None:
     words.add_argument("--model", required=True)
     words.add_argument("--out", default="runs/guide")
     words.add_argument("--rows", type=int, default=100, help="question–answer rows; twice as many words")
+    words.add_argument("--epochs", type=float, default=2)
     words.add_argument("--data", nargs="+", default=list(DATA), choices=DATA)
     words.add_argument("--seeds", type=int, nargs="+", default=[0])
     words.add_argument("--check-halving", action="store_true", help="really run the first sweep with prune: halving")

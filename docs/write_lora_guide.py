@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ def guide_page() -> str:
         ("words accuracy", ["words-0"], "accuracy", True),
     ):
         table = "\n".join(against_default(kept, runs, metric, higher))
-        begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
-        page = re.sub(re.escape(begin) + ".*?" + re.escape(end), lambda _: begin + table + "\n" + end, page, flags=re.S)
+        head, _, rest = page.partition(f"<!-- table: {name} -->\n")
+        page = f"{head}<!-- table: {name} -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
     return page
 
 

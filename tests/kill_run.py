@@ -46,6 +46,15 @@ def recipe_for(folder: Path, model: Path, device: dict[str, Any]) -> dict[str, A
     }
 
 
+def as_sweep(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The same with four trials, of which weak ones are given up, and answers written and marked."""
+    return {
+        **recipe,
+        "sweep": {"lora.rank": [2, 4], "train.learning_rate": [1e-3, 1e-2], "prune": "halving"},
+        "evaluate": {"metrics": ["loss", "exact_match"], "max_new_tokens": 4},
+    }
+
+
 def train(recipe: dict[str, Any]) -> None:
     """The whole run, in this process."""
     import torch
@@ -154,14 +163,10 @@ def wait(child: int, seconds: float | None = None) -> int | None:
             time.sleep(0.002)
 
 
-def kill_and_resume(
-    kills: int, *, seed: int, device: dict[str, Any], model: Path, place: Path, say: Callable[[str], None]
-) -> None:
+def kill_and_resume(kills: int, recipe: dict[str, Any], *, seed: int, say: Callable[[str], None]) -> None:
     """Raise AssertionError unless every killed run ends as the undisturbed one."""
     chance = random.Random(seed)
-    # A run that is done begins anew under the same name: adapters' cards and scores name no folder, the recipe does.
-    folder = place / "run"
-    recipe = recipe_for(folder, model, device)
+    folder = Path(recipe["output"])  # a run that is done begins anew there
     began = time.monotonic()
     assert wait(fork(lambda: train(recipe))) == 0, "the undisturbed run failed"
     seconds, want, calls = time.monotonic() - began, digests(folder), 150
@@ -209,12 +214,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="auto")
+    parser.add_argument("--sweep", action="store_true", help="four trials with pruning and written answers")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         model = Path(place) / "model"
         make_model(model)
         device = {"kind": asked.device, "precision": asked.precision}
-        kill_and_resume(asked.kills, seed=asked.seed, device=device, model=model, place=Path(place), say=print)
+        recipe = recipe_for(Path(place) / "run", model, device)
+        kill_and_resume(asked.kills, as_sweep(recipe) if asked.sweep else recipe, seed=asked.seed, say=print)
 
 
 def make_model(folder: Path) -> None:

@@ -38,6 +38,11 @@ def test_killed_200_times_the_run_ends_in_the_same_bytes() -> None:
     assert kill(200, timeout=3600).startswith("200 kills")
 
 
+@pytest.mark.slow
+def test_a_sweep_with_pruning_and_answers_killed_60_times_ends_in_the_same_bytes() -> None:
+    assert kill(60, "--sweep", timeout=3600).startswith("60 kills")
+
+
 @pytest.mark.gpu
 def test_killed_10_times_on_the_gpu_the_run_ends_in_the_same_bytes() -> None:
     assert kill(10, "--device", "cuda", timeout=1800).startswith("10 kills")

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from bench.shapes import _linear, _normal
 from crosstune.memory.estimate import Settings, estimate
 from crosstune.memory.gpus import MIB, Machine, find_gpu
 from crosstune.memory.shape import ModelShape
+from crosstune.memory.widths import evaluation_tokens
 from crosstune.model.base import DTYPES, Base
 from crosstune.model.device import machine_of
 from crosstune.train.rehearse import go_through, rehearse
@@ -78,8 +80,6 @@ def grid(models: list[str], half: str) -> Iterator[tuple[str, Settings]]:
 
 def fitting(shape: ModelShape, settings: Settings) -> Settings:
     """Fewer lanes, then more checkpointed layers, until the GPU holds the cell."""
-    from dataclasses import replace
-
     while settings.lanes > 1 and (
         settings.pass_tokens > MOST_TOKENS or estimate(shape, settings, find_gpu("h200")).peak_bytes > ROOM
     ):
@@ -131,7 +131,7 @@ def predict(
     torch.set_num_threads(1)
     began = time.monotonic()
     shape = ModelShape.from_config(config)
-    closed = estimate(shape, settings, machine)
+    closed = estimate(shape, replace(settings, evaluate_tokens=evaluate), machine)
     shown = rehearse(config, settings, machine, evaluate_tokens=evaluate).replay(expandable=expandable)
     return {
         "closed_allocated": closed.allocated_bytes, "closed_used": closed.peak_bytes, "closed_at": closed.at,
@@ -197,7 +197,8 @@ def run(options: argparse.Namespace) -> None:
         waiting: list[tuple[dict[str, Any], Future[dict[str, Any]]]] = []
         base, held = None, None
         for name, settings in cells:
-            config, evaluate = MODELS[name], min(32768, 4 * settings.pass_tokens)
+            config = MODELS[name]
+            evaluate = evaluation_tokens(ModelShape.from_config(config), settings, find_gpu("h200"))
             foretold = pool.submit(predict, config, settings, machine, expandable, evaluate)
             line: dict[str, Any] = {"kind": "cell", **named(name, settings)}
             if time.monotonic() - began > options.seconds:

@@ -12,6 +12,7 @@ from bench.memory import MODELS, grid
 from crosstune.memory.estimate import Settings, estimate
 from crosstune.memory.gpus import MIB, find_gpu, this_cpu
 from crosstune.memory.shape import ModelShape
+from crosstune.memory.widths import evaluation_tokens
 from crosstune.train.rehearse import rehearse
 
 CELLS = list(grid(["1b", "qwen2-1.5b", "8b"], "all"))
@@ -31,7 +32,7 @@ def check(name, settings, machine, *, layers=None, tolerance=0.02):
         config["num_hidden_layers"] = layers
     shape = ModelShape.from_config(config)
     settings = replace(settings, targets=settings.targets or shape.linears)
-    batch = min(32768, 4 * settings.pass_tokens)
+    batch = evaluation_tokens(shape, settings, machine)
     logging.disable(logging.WARNING)  # bitsandbytes says at every product that it casts to fp16
     shown = rehearse(config, settings, machine, evaluate_tokens=batch).replay()
     found = estimate(shape, replace(settings, evaluate_tokens=batch), machine)

@@ -163,8 +163,7 @@ class FusedBlock(Block):
         N, c, h, f = self._sizes
         states = N * c * h * (2 + again)
         low = N * c * self.settings.rank
-        down = weight_bytes(self.settings, h * f)
-        wide = down if self.settings.quantization == "int8" else weight_bytes(self.settings, 2 * h * f)
+        down, wide = self._weights
         masks = N * (2 * c + 5) * f if self.settings.dropout else 0
         ways = [(states + N * c * f + low + down + masks, down), (states + N * c * h + low + wide, wide)]
         if self.settings.quantization == "int8":  # forward: a product in int32, in fp16, in the compute type
@@ -186,8 +185,14 @@ class FusedBlock(Block):
         states = 5 * c * h + c * (self.shape.queries + 2 * self.shape.keys)  # alive until the block is left
         if self.settings.quantization == "int8":
             return tokens * (2 * c * f + 8 * f + states + h)
-        down, wide = weight_bytes(self.settings, h * f), weight_bytes(self.settings, 2 * h * f)
+        down, wide = self._weights
         return tokens * (2 * c * f + states) + max(tokens * c * f + down, wide)
+
+    @property
+    def _weights(self) -> tuple[int, int]:
+        """down, and gate with up, made in the compute type; int8 makes one layer at a time. No statistics beside."""
+        one = self.shape.hidden * self.shape.intermediate * self.settings.number_bytes
+        return {"none": (0, 0), "int8": (one, one), "nf4": (one, 2 * one)}[self.settings.quantization]
 
 
 def block_of(shape: ModelShape, settings: Settings, machine: Machine) -> Block:

@@ -13,7 +13,7 @@ What a pass leaves for its backward pass: (L − n) · N times what a block keep
 each checkpointed block its input, c·h·N; it makes the rest again when the backward pass gets there.
 
 The moments
-  head        all of that + the final norm + the targets' states and their gradient + one chunk of logits, 8·V a target
+  head        all of that + the final norm + the targets' states and their gradient + one chunk of logits
   final norm  all of that + the norm's backward pass
   block       all of that + the backward pass of the topmost block, if that isn't checkpointed
   recomputed  the n inputs + one block made again + its backward pass
@@ -150,7 +150,7 @@ def evaluation_bytes(block: Block, tokens: int, kind: str) -> int:
     tokens = row * max(1, tokens // row)  # whole rows, as many of each lane (train/evaluate.py)
     states = 2 * tokens * block.settings.number_bytes * block.shape.hidden
     chunk = min(tokens, head_chunk(block.shape.vocab, kind))
-    return max(block.evaluation(tokens), states + 8 * chunk * block.shape.vocab)
+    return max(block.evaluation(tokens), states + logits_bytes(block, chunk, kind))
 
 
 def _stash(block: Block, *, whole: int, inputs: int) -> dict[str, int]:
@@ -171,8 +171,18 @@ def _head(block: Block, machine: Machine) -> dict[str, int]:
     return {
         "activations: final norm": N * block.after(),
         "head: hidden states of the targets and their gradient": 2 * N * c * shape.hidden,
-        "head: logits of a chunk": 8 * chunk * shape.vocab,  # fp32, and as much again inside logsumexp
+        "head: logits of a chunk": logits_bytes(block, chunk, machine.kind),
     }
+
+
+def logits_bytes(block: Block, chunk: int, kind: str) -> int:
+    """A chunk's logits. On CUDA one kernel turns them into their gradient where they lie (model/triton_head.py).
+
+    Elsewhere they are made in fp32, and as large a tensor again lies inside logsumexp; a soft cap keeps a third.
+    """
+    if kind == "cuda" and not block.shape.capped:
+        return block.settings.number_bytes * chunk * (block.shape.vocab + block.shape.hidden)
+    return (12 if block.shape.capped else 8) * chunk * block.shape.vocab
 
 
 def _backward(block: Block, *, again: bool) -> dict[str, int]:

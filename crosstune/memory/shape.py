@@ -84,6 +84,7 @@ class ModelShape:
     max_tokens: int = 0
     known: bool = True
     fusable: bool = False  # its blocks are replaced by fused ones on CUDA (model/block.py)
+    capped: bool = False  # its logits are soft-capped
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -108,6 +109,7 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings", rule.tied)), linears=linears, norms=rule.norms,
             head_norms=rule.head_norms, max_tokens=int(config.get("max_position_embeddings") or 0),
             known=family is not None,
+            capped=bool(config.get("final_logit_softcapping")),
             fusable=family_name in FUSED_FAMILIES and str(config.get("hidden_act", "silu")) in ("silu", "swish"),
         )  # fmt: skip
 

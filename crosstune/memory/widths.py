@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.memory.block import block_of
-from crosstune.memory.estimate import EVALUATE_TOKENS, Estimate, Settings, estimate, evaluation_bytes
+from crosstune.memory.estimate import EVALUATE_TOKENS, Settings, estimate, evaluation_bytes
 from crosstune.memory.gpus import Machine
 from crosstune.memory.shape import ModelShape
 from crosstune.memory.speed import counts_near, step_seconds
@@ -125,8 +125,7 @@ class Plan:
 def make_plan(job: Job, lanes: int, micro_batch: int, checkpointed: int) -> Plan:
     """The plan with exactly these settings, whether or not it fits."""
     settings = replace(job.like, lanes=lanes, micro_batch=micro_batch, tokens=job.tokens, checkpointed=checkpointed)
-    found = estimate(job.shape, settings, job.machine)
-    evaluate = _evaluate_tokens(job, settings, found)
+    evaluate = evaluation_tokens(job.shape, settings, job.machine)
     found = estimate(job.shape, replace(settings, evaluate_tokens=evaluate), job.machine)
     waves, accumulation = math.ceil(job.num_lanes / lanes), math.ceil(job.batch_size / micro_batch)
     step = step_seconds(job.shape, settings, job.machine, lengths=job.lengths, batch_size=job.batch_size)
@@ -136,11 +135,12 @@ def make_plan(job: Job, lanes: int, micro_batch: int, checkpointed: int) -> Plan
     )  # fmt: skip
 
 
-def _evaluate_tokens(job: Job, settings: Settings, training: Estimate) -> int:
-    """Halve the batch of an evaluation until it needs no more than training, down to one row a lane."""
-    block, least = block_of(job.shape, settings, job.machine), settings.lanes * settings.tokens
-    tokens = max(least, EVALUATE_TOKENS[job.machine.kind])
-    while tokens > least and evaluation_bytes(block, tokens, job.machine.kind) > training.transient_bytes:
+def evaluation_tokens(shape: ModelShape, settings: Settings, machine: Machine) -> int:
+    """Of a batch of an evaluation: halved until it needs no more than training does, down to one row a lane."""
+    block, least = block_of(shape, settings, machine), settings.lanes * settings.tokens
+    training = estimate(shape, replace(settings, evaluate_tokens=0), machine).transient_bytes
+    tokens = max(least, EVALUATE_TOKENS[machine.kind])
+    while tokens > least and evaluation_bytes(block, tokens, machine.kind) > training:
         tokens = max(least, tokens // 2)
     return tokens
 

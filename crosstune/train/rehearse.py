@@ -23,7 +23,7 @@ from crosstune.memory.allocator import Event, Replay, replay
 from crosstune.memory.estimate import Settings
 from crosstune.memory.gpus import Machine
 from crosstune.memory.precision import repeats_heads
-from crosstune.model import block, head
+from crosstune.model import block, elementwise, head
 from crosstune.model.attach import Slots, attached, resolve_targets
 from crosstune.model.attention import REPEATED, register
 from crosstune.model.base import DTYPES, Base
@@ -148,13 +148,15 @@ def _as_on(machine: Machine, precision: str) -> Iterator[None]:
         stack.enter_context(attention_of(machine, precision))
         for table in (head.CHUNK_BYTES, block.FUSED_ON):
             stack.enter_context(patch.dict(table, {"meta": table[machine.kind]}))
+        kinds = {*elementwise.TRITON_ON, "meta"} if machine.kind == "cuda" else elementwise.TRITON_ON
+        stack.enter_context(patch.object(elementwise, "TRITON_ON", kinds))
         yield
 
 
 @contextmanager
 def _marked(mark: Callable[[str], None], base: Base, optimizer: LaneAdamW) -> Iterator[None]:
     """Mark the ends of forward, head, backward and optimizer."""
-    real_loss, real_pass, real_step = training.head_loss, training.run_pass, optimizer.step
+    real_loss, real_pass, real_step = training.head_loss, training.run_pass, optimizer.apply
 
     def loss(*args: Any) -> Any:
         out = real_loss(*args)
@@ -179,7 +181,7 @@ def _marked(mark: Callable[[str], None], base: Base, optimizer: LaneAdamW) -> It
         with (
             patch.object(training, "head_loss", loss),
             patch.object(training, "run_pass", run_pass),
-            patch.object(optimizer, "step", step),
+            patch.object(optimizer, "apply", step),
         ):
             yield
     finally:

@@ -227,6 +227,10 @@ def _exam(recipe: Recipe, rows: Rows, tokens: Tokens, tokenizer: Any) -> Exam | 
 def _choose_place(asked: Asked) -> Place:
     """Device and precision: as the recipe asks, or those of a model that was passed in."""
     from crosstune.memory.precision import Choice, attention_kernel
+    from crosstune.memory.visible import choose_gpu
+
+    if asked.model is None:
+        choose_gpu(asked.recipe.device.kind, asked.recipe.device.gpus)  # before torch is imported
     from crosstune.model.base import DTYPES, adopt
     from crosstune.model.device import Place, choose_device, machine_of
 

@@ -27,7 +27,7 @@ Auto = Literal["auto"]
 _CHANGES_NO_RESULT: Any = {
     "output": True,
     "train": {"checkpoint_every"},
-    "device": {"lanes", "micro_batch", "checkpointing", "ray", "workers", "retries"},
+    "device": {"gpus", "lanes", "micro_batch", "checkpointing", "ray", "workers", "retries"},
 }
 
 
@@ -251,6 +251,9 @@ class Device(Section):
     """Where and how wide it runs. Nothing here changes a result by more than rounding, precision aside."""
 
     kind: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Device type.")
+    gpus: Auto | tuple[CountOrNone, ...] = Field(
+        "auto", description="GPU to run on, by its number, such as [1]. auto: the one with most free memory."
+    )
     lanes: Auto | Count = Field("auto", description="Lanes a wave. auto: as many as fit.")
     micro_batch: Auto | Count = Field("auto", description="Rows a lane and pass; accumulation follows from it.")
     checkpointing: Auto | Literal["none", "all"] | CountOrNone = Field(

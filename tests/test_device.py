@@ -1,5 +1,6 @@
 """Devices: names, precision, what a process may see. No GPU is needed: NVML is faked where it is asked."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from crosstune.errors import DeviceError
 from crosstune.memory import gpus as gpus_module
 from crosstune.memory.gpus import GIB, GPUS, find_gpu, free_ram_bytes, parse_bytes, present_gpus
 from crosstune.memory.precision import attention_kernel, choose_precision
-from crosstune.memory.visible import best_gpu, show_gpus, visible_gpus
+from crosstune.memory.visible import best_gpu, choose_gpu, show_gpus, visible_gpus
 from crosstune.model.device import choose_device, free_bytes, live_bytes, live_tensors, peak_bytes
 from crosstune.recipe import Device
 
@@ -93,7 +94,7 @@ def test_gpu_numbers_count_among_those_shown_from_outside():
     environ = {"CUDA_VISIBLE_DEVICES": "4,6"}
     assert show_gpus([1], environ).value == "6"
     assert environ["CUDA_VISIBLE_DEVICES"] == "6"
-    with pytest.raises(DeviceError, match="shows 1 GPUs"):
+    with pytest.raises(DeviceError, match="shows 2 GPUs"):
         show_gpus([2], environ)
 
 
@@ -164,6 +165,25 @@ def test_the_gpu_with_most_free_memory_is_taken(two_gpus, monkeypatch):
     assert [gpu.index for gpu in visible_gpus()] == [1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert best_gpu() is None
+
+
+def test_case_x01_one_gpu_is_shown_and_it_is_the_one_asked_for(two_gpus, monkeypatch):
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    assert choose_gpu("cpu", "auto") is None
+    assert choose_gpu("auto", "auto").index == 1  # most free memory
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert choose_gpu("auto", "auto").index == 1  # and again, in the same process
+    assert choose_gpu("cuda", [1]).index == 1
+    assert choose_gpu("cuda", [0]).index == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_gpus_that_are_not_there_are_refused(two_gpus, monkeypatch):
+    with pytest.raises(DeviceError, match="no such GPU") as error:
+        choose_gpu("auto", [7])
+    assert "1 (NVIDIA GeForce RTX 3090)" in error.value.fix
+    with pytest.raises(DeviceError, match="names 2 GPUs"):
+        choose_gpu("auto", [0, 1])
 
 
 def test_without_a_driver_there_are_no_gpus(monkeypatch):

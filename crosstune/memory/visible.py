@@ -6,15 +6,17 @@ refused. Numbers are those of nvidia-smi, or count among CUDA_VISIBLE_DEVICES wh
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from crosstune.errors import DeviceError
 from crosstune.memory.gpus import Present, present_gpus
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHOWN = "CROSSTUNE_SHOWN_DEVICES"  # [what show_gpus set, what it found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +33,52 @@ def show_gpus(gpus: Sequence[int], environ: MutableMapping[str, str] | None = No
     Raises DeviceError if torch already runs on CUDA and sees other devices, or if a number isn't there.
     """
     environ = os.environ if environ is None else environ
-    outside = [name for name in environ.get(VISIBLE, "").split(",") if name]
+    now = environ.get(VISIBLE, "unset")
+    outside = [name for name in (_from_outside(environ) or "").split(",") if name]
     missing = [gpu for gpu in gpus if outside and gpu >= len(outside)]
     if missing or len(set(gpus)) != len(gpus):
         raise DeviceError(
-            f"device.gpus is {list(gpus)}, and {VISIBLE} shows {len(outside)} GPUs ({environ.get(VISIBLE)})",
+            f"device.gpus is {list(gpus)}, and {VISIBLE} shows {len(outside)} GPUs ({','.join(outside)})",
             f"Give different numbers from 0 to {max(0, len(outside) - 1)}, or change {VISIBLE}.",
         )
-    value = ",".join(outside[gpu] if outside else str(gpu) for gpu in gpus)
+    value = ",".join(outside[gpu].strip() if outside else str(gpu) for gpu in gpus)
     if value != environ.get(VISIBLE) and _cuda_has_started():
-        now = environ.get(VISIBLE, "unset")
         raise DeviceError(
             f"device.gpus is {list(gpus)}, but torch has already started CUDA with {VISIBLE}={now}",
             f"Start a new process, or set {VISIBLE}={value} before anything uses CUDA.",
         )
+    environ[SHOWN] = json.dumps([value, _from_outside(environ)])
     environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's order; CUDA's own default is fastest first
     environ[VISIBLE] = value
     return Shown(value, "torch" in sys.modules)
+
+
+def choose_gpu(kind: str, gpus: str | Sequence[int]) -> Present | None:
+    """Let this process see one GPU only: the one that `gpus` (device.gpus) names, or the one with most free memory.
+
+    Does nothing, and returns None, where no GPU would be used (`kind`), where there is no choice, and for "auto" where
+    torch has started CUDA already. Call it before torch is imported.
+    """
+    if kind in ("cpu", "mps") or (gpus == "auto" and _cuda_has_started()):
+        return None
+    seen = visible_gpus()
+    if gpus == "auto":
+        if len(seen) < 2:
+            return None
+        best = max(range(len(seen)), key=lambda place: seen[place].free_bytes)
+        show_gpus([best])
+        return seen[best]
+    wanted = [int(gpu) for gpu in gpus]
+    if len(wanted) != 1:
+        raise DeviceError(
+            f"device.gpus names {len(wanted)} GPUs {wanted}, and one base lies on one",
+            "Name one, such as [0]; to use several, set device.ray: auto, which gives each GPU its own waves.",
+        )
+    if seen and wanted[0] >= len(seen):
+        numbers = ", ".join(f"{place} ({gpu.machine.name})" for place, gpu in enumerate(seen))
+        raise DeviceError(f"device.gpus is {wanted}, and there is no such GPU", f"Choose from {numbers}.")
+    show_gpus(wanted)
+    return seen[wanted[0]] if seen else None
 
 
 def best_gpu(gpus: Sequence[Present] | None = None) -> Present | None:
@@ -56,12 +87,13 @@ def best_gpu(gpus: Sequence[Present] | None = None) -> Present | None:
 
 
 def visible_gpus(gpus: Sequence[Present] | None = None) -> list[Present]:
-    """Present GPUs that CUDA_VISIBLE_DEVICES (numbers or UUIDs) leaves, in its order."""
+    """Present GPUs that CUDA_VISIBLE_DEVICES, as set from outside (numbers or UUIDs), leaves, in its order."""
     gpus = present_gpus() if gpus is None else gpus
-    if VISIBLE not in os.environ:
+    names = _from_outside(os.environ)
+    if names is None:
         return list(gpus)
     found = []
-    for name in os.environ[VISIBLE].split(","):
+    for name in names.split(","):
         hit = [
             gpu
             for gpu in gpus
@@ -71,6 +103,13 @@ def visible_gpus(gpus: Sequence[Present] | None = None) -> list[Present]:
             break  # CUDA stops reading at the first name that it doesn't know
         found += hit
     return found
+
+
+def _from_outside(environ: Mapping[str, str]) -> str | None:
+    """CUDA_VISIBLE_DEVICES before `show_gpus` narrowed it: numbers count in that, also the second time."""
+    now = environ.get(VISIBLE)
+    shown, before = json.loads(environ.get(SHOWN, "[null, null]"))
+    return before if now is not None and now == shown else now
 
 
 def _cuda_has_started() -> bool:

@@ -1,7 +1,7 @@
 """The memory plan against a GPU: closed form, rehearsal and reading of one grid of settings, a JSON line each.
 
     python -m bench.memory --out grid.jsonl                 # on the GPU: 72 cells, about 8 minutes
-    python -m bench.memory --out grid.jsonl --half blind    # the cells that weren't looked at while the code was written
+    python -m bench.memory --out grid.jsonl --half blind    # cells not looked at while the code was written
     python -m bench.memory --tiny --out /tmp/grid.jsonl     # anywhere: the script itself, with tiny shapes
     python -m bench.memory --table grid.jsonl               # what was missed, and by how much
 
@@ -192,8 +192,17 @@ def run(options: argparse.Namespace) -> None:
             out.flush()
 
         free, total = torch.cuda.mem_get_info() if cuda else (0, 0)
-        say(kind="env", gpu=machine.name, torch=torch.__version__, expandable=expandable, total=total,
-            outside=total - free - (torch.cuda.memory_reserved() if cuda else 0), allocated=torch.cuda.memory_allocated() if cuda else 0)  # fmt: skip
+        reserved, allocated = (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) if cuda else (0, 0)
+        outside = total - free - reserved
+        say(
+            kind="env",
+            gpu=machine.name,
+            torch=torch.__version__,
+            expandable=expandable,
+            total=total,
+            outside=outside,
+            allocated=allocated,
+        )
         waiting: list[tuple[dict[str, Any], Future[dict[str, Any]]]] = []
         base, held = None, None
         for name, settings in cells:
@@ -225,7 +234,8 @@ def named(name: str, settings: Settings) -> dict[str, Any]:
     """The cell's settings as plain values."""
     return {
         "model": name, "quantization": settings.quantization, "lanes": settings.lanes, "rows": settings.micro_batch,
-        "tokens": settings.tokens, "checkpointed": settings.checkpointed, "rank": settings.rank, "dropout": settings.dropout,
+        "tokens": settings.tokens, "checkpointed": settings.checkpointed, "rank": settings.rank,
+        "dropout": settings.dropout,
     }  # fmt: skip
 
 
@@ -233,19 +243,21 @@ def table(path: str) -> None:
     """The misses, cell by cell and in all."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     cells = [line for line in lines if line["kind"] == "cell" and line.get("allocated")]
-    print(
-        f"{'cell':52} {'allocated':>10} {'dry':>7} {'closed':>7}  {'reserved':>9} {'dry':>7}  {'used':>8} {'dry':>7} {'closed':>7}"
-    )
+    print(f"{'cell':52} {'allocated':>10} {'dry':>7} {'closed':>7}  {'reserved':>9} {'dry':>7}", end="  ")
+    print(f"{'used':>8} {'dry':>7} {'closed':>7}")
+    pairs = (("allocated", "dry"), ("allocated", "closed"), ("reserved", "dry"), ("used", "dry"), ("used", "closed"))
     misses: dict[str, list[float]] = {}
     for cell in cells:
-        name = f"{cell['model']} {cell['quantization']} {cell['lanes']}x{cell['rows']}x{cell['tokens']} n{cell['checkpointed']} r{cell['rank']}"
+        width = f"{cell['lanes']}x{cell['rows']}x{cell['tokens']} n{cell['checkpointed']} r{cell['rank']}"
         row = []
-        for real, said in (("allocated", "dry_allocated"), ("allocated", "closed_allocated"), ("reserved", "dry_reserved"),
-                           ("used", "dry_used"), ("used", "closed_used")):  # fmt: skip
+        for real, tier in pairs:
+            said = f"{tier}_{real}"
             row.append(100 * (cell[said] / cell[real] - 1))
             misses.setdefault(said, []).append(row[-1])
-        print(f"{name:52} {cell['allocated'] / MIB:10.0f} {row[0]:6.2f}% {row[1]:6.2f}%  {cell['reserved'] / MIB:9.0f} {row[2]:6.2f}%  "
-              f"{cell['used'] / MIB:8.0f} {row[3]:6.2f}% {row[4]:6.2f}%")  # fmt: skip
+        name = f"{cell['model']} {cell['quantization']} {width}"
+        print(f"{name:52} {cell['allocated'] / MIB:10.0f} {row[0]:6.2f}% {row[1]:6.2f}%", end="  ")
+        print(f"{cell['reserved'] / MIB:9.0f} {row[2]:6.2f}%", end="  ")
+        print(f"{cell['used'] / MIB:8.0f} {row[3]:6.2f}% {row[4]:6.2f}%")
     for said, found in misses.items():
         print(f"{said:18} median {statistics.median(found):6.2f}%, from {min(found):.2f}% to {max(found):.2f}%")
     for line in lines:

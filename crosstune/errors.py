@@ -1,14 +1,14 @@
 """Every way crosstune refuses, and `Finding`: something wrong with the input, listed rather than raised.
 
-    CrosstuneError              problem + fix; exit code 2 unless said otherwise
-    ├── RecipeError             the recipe or an option
-    ├── DataError               rows, files, columns, folds
-    ├── ModelError              base model, tokenizer, adapter
-    ├── DeviceError             GPU, precision, memory
-    ├── RunError                the run folder, its journal, its lock
-    ├── MissingExtra            an optional package; names the install command
-    ├── Refused                 findings of severity "error", all at once
-    └── LaneFailed              training started and at least one lane failed; exit code 3
+CrosstuneError              problem + fix; exit code 2 unless said otherwise
+├── RecipeError             the recipe or an option
+├── DataError               rows, files, columns, folds
+├── ModelError              base model, tokenizer, adapter
+├── DeviceError             GPU, precision, memory
+├── RunError                the run folder, its journal, its lock
+├── MissingExtra            an optional package; names the install command
+├── Refused                 findings of severity "error", all at once
+└── LaneFailed              training started and at least one lane failed; exit code 3
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Place:
 
     def __str__(self) -> str:
         parts = [self.file] if self.file else []
-        parts += [f"{name} {value}" for name in ("line", "column", "byte") if (value := getattr(self, name)) is not None]
+        numbers = {"line": self.line, "column": self.column, "byte": self.byte}
+        parts += [f"{name} {value}" for name, value in numbers.items() if value is not None]
         parts += [self.field] if self.field else []
         return " ".join(parts)
 

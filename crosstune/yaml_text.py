@@ -30,7 +30,8 @@ def dump_yaml(tree: Any) -> str:
     """`tree` as block-style YAML."""
     from ruamel.yaml import YAML
 
-    yaml, out = YAML(typ="safe", pure=True), io.StringIO()
+    yaml: Any = YAML(typ="safe", pure=True)
+    out = io.StringIO()
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
     yaml.dump(tree, out)

@@ -160,7 +160,9 @@ def test_missing_answers_are_errors_and_blank_ones_are_left_to_lint(cases):  # D
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=30)
 TABLE = st.lists(st.fixed_dictionaries({"prompt": TEXT, "completion": TEXT, "label": TEXT}), min_size=1, max_size=6)
 TALK = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": TEXT}), min_size=1, max_size=4
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": TEXT}),
+    min_size=1,
+    max_size=4,
 )
 LOOSE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -179,7 +181,9 @@ def test_every_format_gives_the_same_rows(tmp_path, table):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    expected = [(i, "prompt", "", r["prompt"], r["completion"], (), {"label": r["label"]}) for i, r in enumerate(table, 1)]
+    expected = [
+        (i, "prompt", "", r["prompt"], r["completion"], (), {"label": r["label"]}) for i, r in enumerate(table, 1)
+    ]
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "a.parquet")
     write(tmp_path / "a.jsonl", "".join(json.dumps(r) + "\n" for r in table))
     write(tmp_path / "b.jsonl", "\ufeff" + "".join(json.dumps(r, ensure_ascii=False) + "\r\n" for r in table))
@@ -273,7 +277,9 @@ def test_the_shape_is_said_once():
 # --- bad input -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", [{"text": "txet"}, {"shape": "text", "text": "txet"}, {"prompt": "txet"}, {"completion": "txet"}])
+@pytest.mark.parametrize(
+    "option", [{"text": "txet"}, {"shape": "text", "text": "txet"}, {"prompt": "txet"}, {"completion": "txet"}]
+)
 def test_an_unknown_column_is_named_with_the_columns_found(option):
     with pytest.raises(DataError, match=r"no column 'txet'.*columns found: text, other") as caught:
         load([{"text": "a", "other": 1}], **option)
@@ -424,7 +430,10 @@ def test_good_files_broken_at_random_never_give_a_traceback(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = [{"messages": [{"role": "user", "content": f"Frage {i}?"}, {"role": "assistant", "content": "größer"}]} for i in range(9)]
+    table = [
+        {"messages": [{"role": "user", "content": f"Frage {i}?"}, {"role": "assistant", "content": "größer"}]}
+        for i in range(9)
+    ]
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "good.parquet")
     good = {
         ".parquet": (tmp_path / "good.parquet").read_bytes(), ".jsonl": "\n".join(map(json.dumps, table)).encode(),
@@ -453,7 +462,12 @@ def test_good_files_broken_at_random_never_give_a_traceback(tmp_path):
 def test_any_json_value_is_a_row_or_a_fault(value):
     items = list(read_rows([talk(("user", "a")), value], Data(path="x")))
     assert all(isinstance(item, Row | Finding) for item in items)
-    row_two = [i for i in items if (isinstance(i, Row) and i.number == 2) or (isinstance(i, Finding) and i.rows == (2,) and i.severity == "error")]
+    row_two = [
+        i
+        for i in items
+        if (isinstance(i, Row) and i.number == 2)
+        or (isinstance(i, Finding) and i.rows == (2,) and i.severity == "error")
+    ]
     assert len(row_two) == 1
 
 
@@ -488,4 +502,6 @@ def test_reading_loads_neither_torch_nor_pandas(tmp_path):
     code = f"import sys; from crosstune.data.load import load_rows; from crosstune.recipe import Data; " \
            f"load_rows({str(write(tmp_path / 'a.csv', 'text' + chr(10) + 'a' + chr(10)))!r}, Data(path='x')); " \
            f"sys.exit(bool({{'torch', 'transformers', 'pandas', 'datasets'}} & set(sys.modules)))"  # fmt: skip
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, env=os.environ).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, env=os.environ).returncode == 0
+    )

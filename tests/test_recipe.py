@@ -125,7 +125,13 @@ def test_a_recipe_is_frozen():
 
 def test_the_fingerprint_ignores_where_and_how_wide():
     recipe = Recipe.build(SMALL)
-    for same in ("output=elsewhere", "device.gpus=[1]", "device.lanes=2", "device.micro_batch=1", "device.checkpointing=all"):
+    for same in (
+        "output=elsewhere",
+        "device.gpus=[1]",
+        "device.lanes=2",
+        "device.micro_batch=1",
+        "device.checkpointing=all",
+    ):
         assert Recipe.build(SMALL, [same]).fingerprint() == recipe.fingerprint(), same
     for other in ("lora.rank=8", "train.seed=1", "data.max_tokens=64", "model.quantization=nf4"):
         assert Recipe.build(SMALL, [other]).fingerprint() != recipe.fingerprint(), other

@@ -37,7 +37,11 @@ def talk(*turns: str | tuple[str, str] | dict[str, Any]) -> dict[str, Any]:
     roles = ("user", "assistant")
     return {
         "messages": [
-            t if isinstance(t, dict) else {"role": t[0], "content": t[1]} if isinstance(t, tuple) else {"role": roles[i % 2], "content": t}
+            t
+            if isinstance(t, dict)
+            else {"role": t[0], "content": t[1]}
+            if isinstance(t, tuple)
+            else {"role": roles[i % 2], "content": t}
             for i, t in enumerate(turns)
         ]
     }
@@ -59,7 +63,13 @@ def whole(tokenizer, record: dict[str, Any]) -> str:
 
 
 def test_assistant_turns_and_their_end_are_learned_and_nothing_else(tokenizer):
-    record = talk(("system", "Be brief."), ("user", "Name one metal."), ("assistant", "zinc"), ("user", "Another?"), ("assistant", " tin\n"))
+    record = talk(
+        ("system", "Be brief."),
+        ("user", "Name one metal."),
+        ("assistant", "zinc"),
+        ("user", "Another?"),
+        ("assistant", " tin\n"),
+    )
     assert learned(tokenizer, record) == ["zinc" + EOT, "tin" + EOT]
     assert whole(tokenizer, record) == tokenizer.apply_chat_template(record["messages"], tokenize=False)
 
@@ -72,7 +82,9 @@ def test_spans_are_cut_where_inference_opens_the_turn(tokenizer):
     assert [s.learn for s in spans] == [False, True, False, True] and spans[0].text == prompt
 
 
-@pytest.mark.parametrize("answer", ["zinc", "assistant", "Why?", "", "a" + EOT + "b", "<|start_header_id|>", "\n\nx", "x " * 50])
+@pytest.mark.parametrize(
+    "answer", ["zinc", "assistant", "Why?", "", "a" + EOT + "b", "<|start_header_id|>", "\n\nx", "x " * 50]
+)
 def test_answers_that_look_like_the_template_are_found(tokenizer, answer):
     record = talk("assistant", answer, answer or "x", "end")
     (row,) = rows_of(record)
@@ -87,13 +99,18 @@ def test_where_no_header_opens_a_turn_the_blank_before_the_answer_is_learned(tok
 
 
 def test_an_assistant_that_speaks_first_is_learned_without_its_header(tokenizer):
-    assert learned(tokenizer, talk(("assistant", "Hello."), ("user", "Hi"), ("assistant", "Yes?"))) == ["Hello." + EOT, "Yes?" + EOT]
+    assert learned(tokenizer, talk(("assistant", "Hello."), ("user", "Hi"), ("assistant", "Yes?"))) == [
+        "Hello." + EOT,
+        "Yes?" + EOT,
+    ]
 
 
 def test_turns_that_are_not_to_be_learned_are_not(tokenizer):
     record = talk("a", {"role": "assistant", "content": "b", "weight": 0}, "c", "d")
     assert learned(tokenizer, record) == ["d" + EOT]
-    assert learned(tokenizer, {"prompt": talk("a", "b", "c")["messages"], "completion": [{"role": "assistant", "content": "d"}]}) == ["d" + EOT]
+    assert learned(
+        tokenizer, {"prompt": talk("a", "b", "c")["messages"], "completion": [{"role": "assistant", "content": "d"}]}
+    ) == ["d" + EOT]
 
 
 def test_learn_all_learns_the_whole_conversation(tokenizer):
@@ -137,14 +154,20 @@ def test_each_turn_is_found_in_every_kind_of_template(tokenizer, name):
     said = [text.strip() for text in learned(tokenizer, talk("Why?", "Because.", "Because?", "Yes."))]
     gap = " " if name == "pairs in brackets" else ""
     assert said == [f"Because.{gap}{EOT}", f"Yes.{gap}{EOT}"]
-    assert whole(tokenizer, talk("Why?", "Because.", "Because?", "Yes.")).count("<|start_header_id|>assistant") in (0, 2)
+    assert whole(tokenizer, talk("Why?", "Because.", "Because?", "Yes.")).count("<|start_header_id|>assistant") in (
+        0,
+        2,
+    )
 
 
 PIECES = [*"ab \n<|>[]/é", "<|eot_id|>", "assistant", "\u3000"]
 WORDS = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 
 
-@pytest.mark.parametrize("name", ["as it is", "line end after the turn", "always open", "never open", "eos at the very end", "marked, end left out"])
+@pytest.mark.parametrize(
+    "name",
+    ["as it is", "line end after the turn", "always open", "never open", "eos at the very end", "marked, end left out"],
+)
 def test_any_answer_is_found_whole_and_the_spans_are_the_rendered_row(tokenizer, name):
     tokenizer.chat_template = TEMPLATES[name]
     renderer = Renderer(tokenizer, Data(path="x"))
@@ -213,10 +236,13 @@ def test_a_turn_that_cannot_be_found_is_refused_never_guessed(tokenizer, templat
 
 def test_a_template_that_refuses_a_row_names_the_row_and_its_reason(tokenizer):
     tokenizer.chat_template = (
-        "{% if messages|length > 3 and messages[1].role == 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}" + INSTRUCT
+        "{% if messages|length > 3 and messages[1].role == 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        + INSTRUCT
     )
     with pytest.raises(RowError, match=r"row 1: .*roles must alternate") as caught:
-        render_row(rows_of(talk(("user", "a"), ("user", "b"), ("user", "c"), ("assistant", "d")))[0], tokenizer, Data(path="x"))
+        render_row(
+            rows_of(talk(("user", "a"), ("user", "b"), ("user", "c"), ("assistant", "d")))[0], tokenizer, Data(path="x")
+        )
     assert (caught.value.code, caught.value.finding().rows) == ("template-error", (1,))
 
 
@@ -246,7 +272,19 @@ def test_the_date_is_the_same_for_all_rows_and_days(tokenizer):
 
 
 # TRL's own marked variants of these templates mark the content and its end alone, as is done here without marks.
-MARKED_BY_TRL = ("cohere", "cohere2", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl")
+MARKED_BY_TRL = (
+    "cohere",
+    "cohere2",
+    "gemma",
+    "gemma3",
+    "lfm2",
+    "llama3",
+    "phi3",
+    "phi3_5",
+    "qwen2_5_vl",
+    "qwen3_instruct_2507",
+    "qwen3_vl",
+)
 
 
 @pytest.mark.parametrize("name", MARKED_BY_TRL)
@@ -278,16 +316,26 @@ TOOLS = (
 
 def test_tool_calls_are_learned_up_to_their_own_end_token_and_nothing_is_invented(tokenizer, cases):  # D03
     tokenizer.chat_template = TOOLS
-    for row, argument in zip(load_rows(cases / "D03-tool-calls.jsonl", Data(path="x")).rows, ('{"tank": 4}', '{"name": "B", "open": true}'), strict=True):
+    for row, argument in zip(
+        load_rows(cases / "D03-tool-calls.jsonl", Data(path="x")).rows,
+        ('{"tank": 4}', '{"name": "B", "open": true}'),
+        strict=True,
+    ):
         spans = render_row(row, tokenizer, Data(path="x"))
         calls, answer = [s.text for s in spans if s.learn]
-        assert calls.startswith('[{"type": "function"') and argument in calls and calls.endswith("<|reserved_special_token_28|>")
+        assert (
+            calls.startswith('[{"type": "function"')
+            and argument in calls
+            and calls.endswith("<|reserved_special_token_28|>")
+        )
         assert answer == row.turns[-1].content + EOT
         text = "".join(s.text for s in spans)
         assert "None" not in text and "null" not in text
 
 
-@pytest.mark.parametrize("tools", [[{"type": "function", "function": {"name": "f"}}], '[{"type": "function", "function": {"name": "f"}}]'])
+@pytest.mark.parametrize(
+    "tools", [[{"type": "function", "function": {"name": "f"}}], '[{"type": "function", "function": {"name": "f"}}]']
+)
 def test_tools_of_a_row_reach_the_template(tokenizer, tools):
     tokenizer.chat_template = TOOLS
     assert whole(tokenizer, {**talk("a", "b"), "tools": tools}).startswith('[{"type": "function"')

@@ -72,7 +72,10 @@ def test_different_rows_are_split_as_scikit_learn_splits_them(kind):
     asked, splitter = SAME_AS_SKLEARN[kind]
     groups = [f"g{i // 2}" for i in range(14)]
     rows = different(14, label=LABELS, group=groups)
-    expected = [(sorted(map(int, a)), sorted(map(int, b))) for a, b in splitter.split(np.zeros((14, 1)), LABELS, groups if asked.group else None)]
+    expected = [
+        (sorted(map(int, a)), sorted(map(int, b)))
+        for a, b in splitter.split(np.zeros((14, 1)), LABELS, groups if asked.group else None)
+    ]
     assert pairs(split_rows(rows, asked)) == expected
 
 
@@ -151,9 +154,13 @@ def test_equal_rows_lie_in_one_fold_or_only_the_first_is_used(cases):  # E04
         (note,) = find_leaks(rows, folds)
         assert (note.code, note.rows) == ("duplicates-left-out", (7, 9, 11)) and "9 of 12 rows" in note.message
         ignoring = split_rows(rows, Folds(k=3, seed=seed, duplicates="ignore"))
-        table = [(sorted(a), sorted(b)) for a, b in sklearn.KFold(3, shuffle=True, random_state=seed).split(np.zeros(12))]
+        table = [
+            (sorted(a), sorted(b)) for a, b in sklearn.KFold(3, shuffle=True, random_state=seed).split(np.zeros(12))
+        ]
         assert pairs(ignoring) == table
-    assert find_leaks(rows, split_rows(rows, Folds(k=3, seed=0, duplicates="ignore")))[0].code == "duplicate-across-folds"
+    assert (
+        find_leaks(rows, split_rows(rows, Folds(k=3, seed=0, duplicates="ignore")))[0].code == "duplicate-across-folds"
+    )
 
 
 def test_a_class_smaller_than_k_is_refused_or_its_fold_is_marked(cases):  # E05
@@ -191,7 +198,9 @@ def test_a_column_holds_the_fold(values):
     assert [f.train for f in folds] == [(1, 2, 4), (0, 2, 3, 4), (0, 1, 3, 4)], "-1 always trains"
 
 
-@pytest.mark.parametrize(("values", "code"), [([0, 1, 3], "fold-without-rows"), ([0, 1, None], "missing-fold"), ([1, 1, 1], "too-few-folds")])
+@pytest.mark.parametrize(
+    ("values", "code"), [([0, 1, 3], "fold-without-rows"), ([0, 1, None], "missing-fold"), ([1, 1, 1], "too-few-folds")]
+)
 def test_a_column_that_names_no_usable_folds_is_refused(values, code):
     with pytest.raises(Refused) as caught:
         split_rows(different(3, fold=values), Folds(kind="column", by="fold"))
@@ -200,7 +209,14 @@ def test_a_column_that_names_no_usable_folds_is_refused(values, code):
 
 @pytest.mark.parametrize(
     "write",
-    [int, float, str, lambda t: f"2024-01-{t + 1:02d}", lambda t: f"2024-01-01T{t:02d}:00:00Z", lambda t: __import__("datetime").date(2024, 1, t + 1)],
+    [
+        int,
+        float,
+        str,
+        lambda t: f"2024-01-{t + 1:02d}",
+        lambda t: f"2024-01-01T{t:02d}:00:00Z",
+        lambda t: __import__("datetime").date(2024, 1, t + 1),
+    ],
 )
 def test_time_series_train_on_the_past_only(write):
     rows = different(14, when=[write(t) for t in TIMES])
@@ -226,7 +242,9 @@ def test_an_option_is_refused_rather_than_ignored(asked):
         split_rows(different(9, label=list("aabbccdde")), asked)
 
 
-@pytest.mark.parametrize("kind", ["kfold", "stratified", "leave-one-out", "shuffle", "repeated-kfold", "repeated-stratified"])
+@pytest.mark.parametrize(
+    "kind", ["kfold", "stratified", "leave-one-out", "shuffle", "repeated-kfold", "repeated-stratified"]
+)
 def test_a_group_is_kept_together_whatever_the_kind(kind):
     rows = different(18, who=[f"g{i % 6}" for i in range(18)], label=list("ab" * 9))
     asked = Folds(kind=kind, k=2, group="who", by="label" if "strat" in kind else None)
@@ -241,7 +259,10 @@ def test_groups_that_share_an_equal_row_become_one():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(["a", "A", " a", "b", "c", "d", "e", "f", "g", "h"]), min_size=6, max_size=30), st.integers(0, 2**40))
+@given(
+    st.lists(st.sampled_from(["a", "A", " a", "b", "c", "d", "e", "f", "g", "h"]), min_size=6, max_size=30),
+    st.integers(0, 2**40),
+)
 def test_every_row_is_held_out_once_and_never_met_in_training(texts, seed):
     rows = rows_of(*texts)
     keys = [normal_key(row) for row in rows.rows]

@@ -102,7 +102,9 @@ def test_cases_equal_slow_plain_code(cases, plain, name):  # T09 (a), E02, D05
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: "<|" not in text)
 TALK = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": TEXT}), min_size=1, max_size=5
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": TEXT}),
+    min_size=1,
+    max_size=5,
 )
 MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -124,8 +126,12 @@ def test_any_prompt_and_completion_equal_slow_plain_code(plain, prompt, completi
 
 def test_text_rows_equal_trl(tiny, tmp_path):
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
-    records = [{"text": text} for text in ("Name one metal.\nAnswer: zinc", "x", "a  b\n\n", "Ends.<|eot_id|>", "größer 🦊")]
-    config = trl.SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, max_length=20, packing=False, bf16=False)
+    records = [
+        {"text": text} for text in ("Name one metal.\nAnswer: zinc", "x", "a  b\n\n", "Ends.<|eot_id|>", "größer 🦊")
+    ]
+    config = trl.SFTConfig(
+        output_dir=str(tmp_path), report_to="none", use_cpu=True, max_length=20, packing=False, bf16=False
+    )
     trainer = trl.SFTTrainer(model=str(tiny), args=config, train_dataset=datasets.Dataset.from_list(records))
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(len(records))])
     tokens = encode(records, trainer.processing_class, max_tokens=20)
@@ -134,7 +140,9 @@ def test_text_rows_equal_trl(tiny, tmp_path):
         labels = batch["labels"][i][: len(ids)]
         assert batch["input_ids"][i][: len(ids)].tolist() == ids.tolist()
         assert (batch["labels"][i][len(ids) :] == -100).all()
-        assert (labels != -100).tolist()[1:] == learn.tolist()[1:], "the first token is never predicted, whatever its label"
+        assert (labels != -100).tolist()[1:] == learn.tolist()[1:], (
+            "the first token is never predicted, whatever its label"
+        )
 
 
 def test_shapes_of_one_meaning_give_one_row_of_ids(cases, plain):  # D01
@@ -168,7 +176,10 @@ def test_every_row_has_one_bos_at_its_start(cases, plain):  # T02
     texts = encode(cases / "T02-double-bos.jsonl", plain)
     for i in range(4):
         assert texts.row(i)[0].tolist().count(BOS_ID) == 1 and texts.row(i)[0][0] == BOS_ID
-    for records in (records_of(cases, "chat8"), [{"prompt": "<|begin_of_text|>a", "completion": "b"}, {"prompt": "a", "completion": "b"}]):
+    for records in (
+        records_of(cases, "chat8"),
+        [{"prompt": "<|begin_of_text|>a", "completion": "b"}, {"prompt": "a", "completion": "b"}],
+    ):
         tokens = encode(records, plain)
         for i in range(len(tokens)):
             assert np.flatnonzero(tokens.row(i)[0] == BOS_ID).tolist() == [0]
@@ -193,7 +204,9 @@ def test_kept_control_tokens_are_ordinary_characters(cases, plain):  # T06
         assert plain.decode(content) == "\n\n" + record["messages"][0]["content"]
         assert plain.decode(ids[learn]) == record["messages"][1]["content"] + "<|eot_id|>"
     refused = encode(cases / "T06-special-in-content.jsonl", plain)
-    assert [(refused.row(1)[0] == n).sum() for n in (OPEN_ID, EOT_ID)] == [3, 3], "rendered to a string they forge a turn"
+    assert [(refused.row(1)[0] == n).sum() for n in (OPEN_ID, EOT_ID)] == [3, 3], (
+        "rendered to a string they forge a turn"
+    )
 
 
 # --- padding and stop tokens ---------------------------------------------------------------------------------------
@@ -211,7 +224,9 @@ def test_padding_is_chosen_so_that_it_stops_nothing_and_adds_nothing(tmp_path, c
 
 def test_padding_that_is_asked_for_is_taken_and_warned_of_if_it_stops(tmp_path, cases):  # T01
     asked = ready_tokenizer(Model(name=folder(tmp_path), pad_token="<|eot_id|>"))
-    assert asked.pad_id == EOT_ID and [(f.code, f.severity) for f in asked.findings] == [("pad-is-stop-token", "warning")]
+    assert asked.pad_id == EOT_ID and [(f.code, f.severity) for f in asked.findings] == [
+        ("pad-is-stop-token", "warning")
+    ]
     tokens = encode(cases / "chat8.jsonl", asked.tokenizer)
     assert tokens.ids[tokens.learn].tolist().count(EOT_ID) == 8 and tokens.targets.sum() == 47
     harmless = ready_tokenizer(Model(name=folder(tmp_path, name="b"), pad_token="<|reserved_special_token_28|>"))
@@ -259,9 +274,13 @@ def test_a_damaged_tokenizer_is_a_model_error(tmp_path, text):
 
 
 def test_a_template_file_replaces_the_tokenizers_own(tmp_path, plain):
-    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}{% for m in messages[1:] %}{{ m.content + eos_token }}{% endfor %}")
+    (tmp_path / "t.jinja").write_text(
+        "{{ messages[0].content }}{% for m in messages[1:] %}{{ m.content + eos_token }}{% endfor %}"
+    )
     tokenizer = load_tokenizer(Model(name=folder(tmp_path), chat_template=str(tmp_path / "t.jinja")))
-    tokens = encode([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}], tokenizer)
+    tokens = encode(
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}], tokenizer
+    )
     assert plain.decode(tokens.ids) == "ab<|eot_id|>" and tokens.learn.tolist() == [False, True, True]
     with pytest.raises(ModelError, match="can't be read"):
         load_tokenizer(Model(name=folder(tmp_path, name="b"), chat_template="nothing.jinja"))
@@ -305,10 +324,17 @@ def test_a_limit_beyond_the_models_own_is_warned_of(cases, plain):
 
 
 def test_rows_that_cannot_be_rendered_stay_in_place_without_targets(plain):
-    records = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, {"text": "c"}, {"messages": []}]
+    records = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"text": "c"},
+        {"messages": []},
+    ]
     tokens = encode(records, plain, learn="assistant")
     assert tokens.numbers.tolist() == [1, 2, 3] and (tokens.targets > 0).tolist() == [True, False, False]
-    assert {code: f.rows for code, f in said(tokens).items() if f.severity == "error"} == {"no-turns": (2,), "completion-mask-empty": (3,)}
+    assert {code: f.rows for code, f in said(tokens).items() if f.severity == "error"} == {
+        "no-turns": (2,),
+        "completion-mask-empty": (3,),
+    }
 
 
 def test_a_template_that_leaves_tool_calls_out_is_an_error_naming_the_rows(cases, plain):  # D03
@@ -362,7 +388,15 @@ def test_whatever_changes_ids_or_targets_changes_the_fingerprint(cases, tmp_path
     assert before != after.fingerprint
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-50], lambda b: b"", lambda b: b"PK" + b[5:], lambda b: b[: len(b) // 2] + bytes(40) + b[len(b) // 2 + 40 :]])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[:-50],
+        lambda b: b"",
+        lambda b: b"PK" + b[5:],
+        lambda b: b[: len(b) // 2] + bytes(40) + b[len(b) // 2 + 40 :],
+    ],
+)
 def test_a_damaged_cache_is_made_anew(tmp_path, cases, plain, damage):
     first = encode(cases / "chat8.jsonl", plain, cache=tmp_path)
     (file,) = tmp_path.iterdir()
@@ -398,7 +432,9 @@ def sentencepiece(request):
     model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     model.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always", split=True)
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))], show_progress=False
+        vocab_size=400,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))],
+        show_progress=False,
     )
     model.train_from_iterator(["Name one metal. zinc Where is the lamp? On the right shelf."] * 9, trainer)
     if request.param == "normalizer":  # as Llama 2's own: the blank is put before every stretch between control tokens
@@ -409,7 +445,9 @@ def sentencepiece(request):
     return PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-@pytest.mark.parametrize("parts", [("Name one", " metal."), ("Where is", " the lamp?", " On the right shelf."), ("Name", "\none")])
+@pytest.mark.parametrize(
+    "parts", [("Name one", " metal."), ("Where is", " the lamp?", " On the right shelf."), ("Name", "\none")]
+)
 def test_spans_inside_a_row_get_no_blank_of_their_own(sentencepiece, parts):
     ((ids, _),) = Encoder(sentencepiece).rows([[Span("<s>", False), *(Span(part, True) for part in parts)]])
     assert ids == sentencepiece("".join(parts))["input_ids"]

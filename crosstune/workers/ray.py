@@ -25,6 +25,7 @@ from crosstune.data.tokens import Tokens
 from crosstune.errors import CrosstuneError, DeviceError, RunError
 from crosstune.interrupt import Interrupts
 from crosstune.memory.plan import Plan
+from crosstune.memory.visible import show_gpus
 from crosstune.progress import Progress, stage
 from crosstune.recipe import Recipe
 from crosstune.train.checkpoint import Checkpoints
@@ -60,6 +61,8 @@ class RayWorkers:
     ) -> None:
         self.recipe, self.tokenizer, self.threads = recipe, tokenizer, threads
         self.progress, self.interrupts = progress, interrupts
+        if recipe.device.gpus != "auto":
+            show_gpus([int(gpu) for gpu in recipe.device.gpus])  # a cluster that is started here finds these only
         self._joined = _connect(recipe.device.ray or "auto")
         self._head = ray.get_runtime_context().gcs_address
         self._actors: list[Any] = []

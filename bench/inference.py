@@ -38,6 +38,7 @@ def main() -> None:
     options.add_argument("--prompt", type=int, default=256, help="tokens of the prompt")
     options.add_argument("--new", type=int, default=32, help="tokens decoded")
     options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--cpu-time", action="store_true", help="processor time, for a CPU that others use too")
     options.add_argument("--nf4", action="store_true", help="also the adapter on the base in NF4")
     options.add_argument("--json", help="write the figures here")
     given = options.parse_args()
@@ -101,7 +102,7 @@ def measure(models: dict[str, Any], batch: int, given: argparse.Namespace, devic
     times: dict[str, list[float]] = {}
     for round_number in range(given.rounds + 1):
         for name, model in models.items():
-            prefill, decode = once(model, ids, given.new, device)
+            prefill, decode = once(model, ids, given.new, time.process_time if given.cpu_time else time.perf_counter)
             if round_number:  # the first round warms up
                 times.setdefault(f"{name}: prefill s", []).append(prefill)
                 times.setdefault(f"{name}: s a token", []).append(decode)
@@ -109,7 +110,7 @@ def measure(models: dict[str, Any], batch: int, given: argparse.Namespace, devic
 
 
 @torch.inference_mode()
-def once(model: Any, ids: torch.Tensor, num_new: int, device: torch.device) -> tuple[float, float]:
+def once(model: Any, ids: torch.Tensor, num_new: int, clock: Callable[[], float]) -> tuple[float, float]:
     out: list[Any] = []
 
     def prefill() -> None:
@@ -120,17 +121,17 @@ def once(model: Any, ids: torch.Tensor, num_new: int, device: torch.device) -> t
             token = out[-1].logits[:, -1:].argmax(-1)
             out[-1] = model(input_ids=token, past_key_values=out[-1].past_key_values, use_cache=True)
 
-    return timed(prefill, device), timed(decode, device) / num_new
+    return timed(prefill, clock), timed(decode, clock) / num_new
 
 
-def timed(work: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
+def timed(work: Callable[[], None], clock: Callable[[], float]) -> float:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    began = clock()
     work()
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def show(figures: list[dict[str, Any]], given: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
@@ -140,7 +141,8 @@ def show(figures: list[dict[str, Any]], given: argparse.Namespace, device: torch
         else f"{platform.machine()}, {torch.get_num_threads()} threads"
     )
     print(f"{given.shape or given.model or 'the demo model'}, {dtype}, rank {given.rank} on all linear layers, {where}")
-    print(f"prompt {given.prompt} tokens, {given.new} decoded, median of {given.rounds} rounds in turns\n")
+    clock = ", processor time" if given.cpu_time else ""
+    print(f"prompt {given.prompt} tokens, {given.new} decoded, median of {given.rounds} rounds in turns{clock}\n")
     names = [name.removesuffix(": prefill s") for name in figures[0] if name.endswith(": prefill s")]
     print("| batch | model | prefill, ms | decode, ms a token | prefill / merged | decode / merged |")
     print("|--:|---|--:|--:|--:|--:|")

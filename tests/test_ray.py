@@ -109,9 +109,12 @@ def test_the_number_of_workers_changes_no_byte(
 
 
 @pytest.mark.slow
-def test_answers_labels_and_pruned_sweeps_are_the_same_too(cluster: None, tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more_of_sweep", [{}, {"prune": "halving"}])
+def test_answers_and_sweeps_are_the_same_too(
+    more_of_sweep: dict[str, str], cluster: None, tiny: Path, tmp_path: Path
+) -> None:
     more = {
-        "sweep": {"lora.rank": [2, 4], "train.learning_rate": [1e-3, 1e-2], "prune": "halving"},
+        "sweep": {"lora.rank": [2, 4], "train.learning_rate": [1e-3, 1e-2], **more_of_sweep},
         "evaluate": {"metrics": ["loss", "exact_match"], "max_new_tokens": 4},
         "device": {"lanes": 2},
     }

@@ -33,7 +33,7 @@ class Schedule:
         self.lanes, self.metric, self._report, self._examine = lanes, metric, report, examine
         self.trials = trials  # filled as the search gives them out
         self.jobs: dict[int, Sequence[LaneJob]] = {}
-        self._given: list[LaneJob] = []  # handed out so far; those that are over are examined and told
+        self._given: list[list[LaneJob]] = []  # handed out so far; those that are over are examined and told
         self._told: set[int] = set()
         self._ended: set[tuple[int, int | None]] = set()
         self._evaluations: dict[tuple[int, int | None], list[int]] = {}  # lane → steps reported
@@ -45,7 +45,7 @@ class Schedule:
         for wave in self._all_waves():
             self._replay(wave)
             over = self.run.lanes_over()
-            self._given += wave
+            self._given.append(wave)
             if any(key(job) not in over and key(job) not in again for job in wave):
                 yield wave
             self.catch_up()
@@ -137,11 +137,12 @@ class Schedule:
         """
         over = self.run.lanes_over()
         if self._examine is not None:
-            for group in cut_waves([job for job in self._given if key(job) in over], self.lanes):
-                self._examine(group)
+            for wave in self._given:  # whole, for what lanes answer together depends on it in the last bit
+                if all(key(job) in over for job in wave):
+                    self._examine(wave)
         scores = fold_scores(self.run)
         if not self._under_way:
-            for job in self._given:
+            for job in (job for wave in self._given for job in wave):
                 if job.fold is not None and key(job) in over:
                     score = scores.get(job.trial, {}).get(self.metric, {}).get(job.fold, math.nan)
                     self._hear(key(job), 1, score, final=True)

@@ -178,8 +178,7 @@ def run(options: argparse.Namespace) -> None:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     cells = list(grid(["tiny"] if options.tiny else options.models, options.half))
     machine = machine_of(device) if cuda else find_gpu("h200")
-    conf = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    expandable = "expandable_segments:True" in conf
+    expandable = machine.expandable
     if cuda:  # the context, and cuBLAS's workspaces of both threads, as the first step of a process makes them
         x = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
         (x @ x).sum().backward()

@@ -257,9 +257,11 @@ def replay(
 ) -> Replay:
     """Run the trace through an Allocator. `first`: sizes that are allocated before it and stay (cuBLAS workspaces).
 
-    Peaks count from the last "empty" event, as after torch.cuda.reset_peak_memory_stats.
+    Peaks count from the last "empty" event, as after torch.cuda.reset_peak_memory_stats, and so does `limit`: what
+    comes before is the making of the base, which on meta tensors isn't that of a loaded one.
     """
-    allocator = Allocator(expandable=expandable, limit=limit)
+    trace = list(trace)
+    allocator = Allocator(expandable=expandable, limit=limit if all(event[0] != "empty" for event in trace) else None)
     for place, size in enumerate(first):
         allocator.born(f"first {place}", size)
     by_mark: dict[str, int] = {}
@@ -276,6 +278,7 @@ def replay(
         elif kind == "empty":
             allocator.empty()
             allocator.peak_allocated, allocator.peak_reserved = allocator.allocated, allocator.reserved
+            allocator.limit = limit
             by_mark, since = {}, allocator.allocated
         elif kind == "capture":
             allocator.graph = int(key)

@@ -30,6 +30,7 @@ class Machine:
     capability: tuple[int, int] = (0, 0)
     flops: float = 0.0  # a second
     bandwidth: float = 0.0  # bytes a second
+    expandable: bool = True  # CUDA: the allocator's segments grow in place (model/device.py turns it on)
 
     @property
     def cublas_bytes(self) -> int:
@@ -43,8 +44,8 @@ class Machine:
 
     @property
     def context_bytes(self) -> int:
-        """What lies outside PyTorch's allocator. H200: 527 MiB for the context, 767–822 MiB with kernels loaded."""
-        return {"cuda": 800 * MIB, "mps": 500 * MIB}.get(self.kind, 700 * MIB)  # cpu: Python, torch, transformers
+        """What lies outside PyTorch's allocator. H200: 527 MiB for the context, 766–774 MiB with kernels loaded."""
+        return {"cuda": 775 * MIB, "mps": 500 * MIB}.get(self.kind, 700 * MIB)  # cpu: Python, torch, transformers
 
 
 def _gpu(name: str, gib: float, capability: tuple[int, int], tflops: float, gbps: float) -> Machine:

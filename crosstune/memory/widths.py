@@ -75,6 +75,14 @@ class Plan:
         return self.lanes * self.micro_batch * self.max_tokens
 
     @property
+    def widths(self) -> Settings:
+        """The plan as the estimate takes it."""
+        return replace(
+            self.job.like, lanes=self.lanes, micro_batch=self.micro_batch, tokens=self.max_tokens,
+            checkpointed=self.checkpointed_layers, evaluate_tokens=self.evaluate_tokens,
+        )  # fmt: skip
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The plan's choices under the recipe's names."""
         layers = self.job.shape.layers

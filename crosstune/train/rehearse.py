@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +19,11 @@ import torch
 from torch import nn
 
 from crosstune.data.batches import Batch
+from crosstune.errors import DeviceError
 from crosstune.memory.allocator import Event, Replay, replay
 from crosstune.memory.estimate import Settings
 from crosstune.memory.gpus import Machine
+from crosstune.memory.plan import Plan
 from crosstune.memory.precision import repeats_heads
 from crosstune.model import block, elementwise, head
 from crosstune.model.attach import Slots, attached, resolve_targets
@@ -34,6 +36,10 @@ from crosstune.train.lane import Lane, LaneJob
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.quantized import quantize_linears
 from crosstune.train.trace import META, Tracker
+from crosstune.units import bytes_words
+
+# Formulas and rehearsals differ by 3% at most (tests/test_memory_agreement.py), and by fragmentation.
+SURE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,10 @@ class Rehearsal:
     trace: tuple[Event, ...]
     machine: Machine
 
-    def replay(self, *, expandable: bool = False, limit: int | None = None) -> Replay:
+    def replay(self, *, expandable: bool | None = None, limit: int | None = None) -> Replay:
         """What PyTorch's allocator would show on the device."""
         half = self.machine.cublas_bytes // 2
+        expandable = self.machine.expandable if expandable is None else expandable
         return replay(self.trace, expandable=expandable, limit=limit, first=(half, half) if half else ())
 
     @property
@@ -72,6 +79,26 @@ def rehearse(
     trace = tuple(tracker.trace)
     gc.collect()
     return Rehearsal(trace, machine)
+
+
+def settle(plan: Plan, config: Mapping[str, Any]) -> Plan:
+    """Rehearse a plan that is near the device's limit, or whose model the formulas don't know; take smaller ones until
+    one fits for sure. Seconds; plans far from the limit are returned as they are.
+
+    Raises DeviceError if even the smallest doesn't fit.
+    """
+    while plan.peak_bytes > SURE_SHARE * plan.free_bytes or not plan.job.shape.known:
+        rehearsal = rehearse(config, plan.widths, plan.job.machine, evaluate_tokens=plan.evaluate_tokens)
+        if rehearsal.replay(limit=plan.free_bytes - plan.job.machine.context_bytes).fits:
+            return replace(plan, peak_bytes=min(rehearsal.used_bytes, plan.free_bytes))
+        smaller = plan.smaller() or plan.smaller_evaluation()
+        if smaller is None:
+            raise DeviceError(
+                f"nothing fits: rehearsed, {plan} needs {bytes_words(rehearsal.used_bytes)}",
+                f"Set device.lanes to {max(1, plan.lanes // 2)}, or a lower data.max_tokens.",
+            )
+        plan = smaller
+    return plan
 
 
 def go_through(

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,14 @@ from numpy.typing import NDArray
 from crosstune.asked import Asked, gather
 from crosstune.data.load import Rows
 from crosstune.data.tokens import Tokens
-from crosstune.errors import DeviceError, MissingExtra, RecipeError
+from crosstune.errors import RecipeError
 from crosstune.inputs import judge, read_asked_rows
 from crosstune.interrupt import Interrupted, Interrupts
-from crosstune.memory.plan import Plan, plan_memory
-from crosstune.memory.shape import ModelShape
+from crosstune.memory.plan import Plan
 from crosstune.metrics import find_metric
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Recipe
+from crosstune.resources import open_run, open_workers, plan_as_before, random_state_kept
 from crosstune.result import Result, make_report, write_out_of_fold, write_scores
 from crosstune.review import review_rows
 from crosstune.scores import record_pooled
@@ -36,14 +35,10 @@ from crosstune.store.run import Run
 from crosstune.sweep import Trial, share_of_rows, trials_to_plan
 
 if TYPE_CHECKING:
-    from crosstune.model.base import Base
-    from crosstune.model.device import Place
     from crosstune.train.exam import Exam
     from crosstune.train.lane import LaneJob
     from crosstune.workers.local import LocalWorkers
     from crosstune.workers.ray import RayWorkers
-
-WIDTHS = ("device.lanes", "device.micro_batch", "device.checkpointing")
 
 
 def cross_validate(
@@ -79,7 +74,7 @@ def cross_validate(
             f"folds.outer: {asked.recipe.folds.outer} asks for a nested cross-validation",
             "Call crosstune.nested_cross_validate, or crosstune run; or set folds.outer: 0.",
         )
-    with _random_state_kept(), Interrupts().caught() as interrupts:
+    with random_state_kept(), Interrupts().caught() as interrupts:
         return _cross_validate(asked, progress or choose_progress(), interrupts, retry_failed)
 
 
@@ -89,7 +84,7 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
     trials = trials_to_plan(recipe)
     planned: Mapping[str, Any] = {}
     if (Path(recipe.output) / "journal.jsonl").exists():
-        with _open_run(recipe, found) as run:  # refuses another recipe or other rows before anything is loaded
+        with open_run(recipe, found) as run:  # refuses another recipe or other rows before anything is loaded
             if retry_failed:
                 run.retry_failed()
             if run.is_finished:
@@ -101,15 +96,15 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
     rows, tokens, tokenizer = inputs.rows, inputs.tokens, inputs.tokenizer
     folds = split_rows(rows, recipe.folds, splitter=asked.splitter)
     exam = _exam(recipe, rows, tokens, tokenizer)
-    with _workers(asked, tokenizer, progress, interrupts) as workers:
+    with open_workers(asked, tokenizer, progress, interrupts) as workers:
         place, free = workers.place()
         progress.say(f"device: {place}")
-        plan = _plan_as_before(planned, recipe, inputs.shape, tokens, trials, folds, place, progress, free)
+        plan = plan_as_before(planned, recipe, inputs.shape, tokens, trials, folds, place, progress, free)
         progress.say(f"plan: {plan}")
         for trial in trials:
             make_jobs(workers, trial, folds)  # refuses targets that match no layer before anything is written
         work = _Work(recipe, rows, folds, tokens, tokenizer, workers, plan, exam, progress, interrupts)
-        with _open_run(recipe, found, tokens) as run:
+        with open_run(recipe, found, tokens) as run:
             try:
                 _train(run, work)
             except Interrupted as end:
@@ -211,118 +206,11 @@ def _write_groups(run: Run, rows: Rows, column: str | None) -> None:
     run.write_table("groups.parquet", {"row": [row.number for row in rows.rows], "group": groups})
 
 
-def _open_run(recipe: Recipe, rows: Rows, tokens: Tokens | None = None) -> Run:
-    numbers = [row.number for row in rows.rows]
-    prints = {} if tokens is None else {"the tokenizer or its template": tokens.fingerprint}
-    return Run.open(recipe.output, recipe=recipe, data_hashes=rows.hashes, rows=numbers, prints=prints)
-
-
 def _exam(recipe: Recipe, rows: Rows, tokens: Tokens, tokenizer: Any) -> Exam | None:
     """What is asked of held-out rows beyond the loss; refuses labels and metrics that can't be."""
     from crosstune.train.exam import set_exam
 
     return set_exam(recipe.evaluate, rows, tokens, tokenizer, recipe.data)
-
-
-def _choose_place(asked: Asked) -> Place:
-    """Device and precision: as the recipe asks, or those of a model that was passed in."""
-    from crosstune.memory.precision import Choice, attention_kernel
-    from crosstune.memory.visible import choose_gpu
-
-    if asked.model is None:
-        choose_gpu(asked.recipe.device.kind, asked.recipe.device.gpus)  # before torch is imported
-    from crosstune.model.base import DTYPES, adopt
-    from crosstune.model.device import Place, choose_device, machine_of
-
-    if asked.model is None:
-        return choose_device(asked.recipe.device)
-    base = adopt(asked.model, asked.tokenizer)
-    base.release()
-    precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
-    machine = machine_of(base.device)
-    why = "as the model that was passed in"
-    return Place(base.device, machine, Choice(precision, why), attention_kernel(machine, precision))
-
-
-def _plan_as_before(
-    planned: Mapping[str, Any],
-    recipe: Recipe,
-    shape: ModelShape,
-    tokens: Tokens,
-    trials: Sequence[Trial],
-    folds: Sequence[Fold],
-    place: Place,
-    progress: Progress,
-    free: int,
-) -> Plan:
-    """The plan with which the run began, if it still fits: other widths give the same results to rounding only."""
-    if planned:
-        before = {name.removeprefix("device."): value for name, value in planned.items() if name in WIDTHS}
-        kept = {name: value for name, value in before.items() if getattr(recipe.device, name) == "auto"}
-        device = recipe.device.model_copy(update=kept)
-        try:
-            return _plan(recipe.model_copy(update={"device": device}), shape, tokens, trials, folds, place, free)
-        except DeviceError as error:
-            progress.say(f"the plan with which this run began no longer fits: {error.problem}")
-    return _plan(recipe, shape, tokens, trials, folds, place, free)
-
-
-def _plan(
-    recipe: Recipe,
-    shape: ModelShape,
-    tokens: Tokens,
-    trials: Sequence[Trial],
-    folds: Sequence[Fold],
-    place: Place,
-    free: int | None = None,
-) -> Plan:
-    from crosstune.model.device import free_bytes
-
-    lengths = np.array([tokens.max_tokens]) if recipe.data.packing else tokens.lengths
-    return plan_memory(
-        recipe=recipe,
-        shape=shape,
-        lengths=lengths,
-        num_lanes=len(trials) * len(folds),
-        ranks=[trial.recipe.lora.rank for trial in trials],
-        free_bytes=free_bytes(place.device) if free is None else free,
-        device_kind=place.device.type,
-        precision=place.precision.value,
-        machine=place.machine,
-    )
-
-
-def _workers(asked: Asked, tokenizer: Any, progress: Progress, interrupts: Interrupts) -> LocalWorkers | RayWorkers:
-    """Who trains: this process, or the workers of a Ray cluster."""
-    if asked.recipe.device.ray is None:
-        from crosstune.workers.local import LocalWorkers
-
-        return LocalWorkers(_choose_place(asked), lambda place: _base(asked, tokenizer, place, progress), progress)
-    if asked.model is not None:
-        raise RecipeError(
-            "device.ray is set, and a model in memory was passed", "Save the model to a folder and pass its name."
-        )
-    try:
-        from crosstune.workers.ray import RayWorkers
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise MissingExtra("ray", "ray") from None
-    import torch
-
-    return RayWorkers(asked.recipe, tokenizer, progress, interrupts, threads=torch.get_num_threads())
-
-
-def _base(asked: Asked, tokenizer: Any, place: Place, progress: Progress) -> Base:
-    from crosstune.model.base import adopt, load_base
-
-    if asked.model is not None:
-        return adopt(asked.model, tokenizer)
-    progress.start("load")
-    try:
-        return load_base(asked.recipe.model, tokenizer, device=place.device, precision=place.precision.value)
-    finally:
-        progress.stop()
 
 
 def make_jobs(workers: LocalWorkers | RayWorkers, trial: Trial, folds: Sequence[Fold]) -> list[LaneJob]:
@@ -361,19 +249,3 @@ def fold_table_columns(tokens: Tokens, folds: Sequence[Fold]) -> dict[str, list[
     table = [(int(tokens.numbers[row]), fold.index) for fold in folds for row in fold.held_out]
     table.sort()
     return {"row": [row for row, _ in table], "fold": [fold for _, fold in table]}
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """The caller's global random states are the same afterwards: libraries draw from them while loading."""
-    import random
-
-    import torch
-
-    before = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.random.set_rng_state(before[2])

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.asked import Asked, gather
-from crosstune.crossval import _open_run, _plan, _random_state_kept, _workers
 from crosstune.errors import LaneFailed, ModelError, RecipeError, RunError
 from crosstune.fitted import Expected, Fit, Fitted, expected_of
 from crosstune.inputs import Inputs, judge, read_asked_rows
 from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Folds, Recipe
+from crosstune.resources import open_run, open_workers, plan_lanes, random_state_kept
 from crosstune.result import Result
 from crosstune.splits import Fold, split_rows
 from crosstune.store.run import Run
@@ -67,7 +67,7 @@ def fit(
     else:
         asked = gather(source, data=data, model=model, tokenizer=tokenizer, sections={})  # type: ignore[arg-type]
         task = _from_recipe(asked, held_out, seeds)
-    with _random_state_kept(), Interrupts().caught() as interrupts:
+    with random_state_kept(), Interrupts().caught() as interrupts:
         return _fit(task, again, progress, interrupts)
 
 
@@ -131,7 +131,7 @@ def _from_recipe(asked: Asked, held_out: float | None, seeds: Sequence[int]) -> 
 def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) -> Fit:
     began, recipe = time.monotonic(), task.asked.recipe
     found = read_asked_rows(task.asked, progress)
-    with _open_run(recipe, found) as run:
+    with open_run(recipe, found) as run:
         was_finished = run.is_finished
         if again:
             for trial in task.trials:
@@ -141,14 +141,14 @@ def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) ->
             return _found(run, task, 0.0)
     inputs = judge(task.asked, found, progress, has_folds=bool(task.expected))
     fold = _all_rows(inputs.rows, task)
-    with _workers(task.asked, inputs.tokenizer, progress, interrupts) as workers:
+    with open_workers(task.asked, inputs.tokenizer, progress, interrupts) as workers:
         place, free_bytes = workers.place()
         progress.say(f"device: {place}")
-        plan = _plan(recipe, inputs.shape, inputs.tokens, task.trials, [fold], place, free_bytes)
+        plan = plan_lanes(recipe, inputs.shape, inputs.tokens, task.trials, [fold], place, free_bytes)
         progress.say(f"plan: {plan}")
         scene = _Scene(task, inputs, fold, workers)
         jobs = [_job(scene, trial) for trial in task.trials]
-        with _open_run(recipe, found, inputs.tokens) as run:
+        with open_run(recipe, found, inputs.tokens) as run:
             try:
                 _train(run, scene, jobs, plan, progress, interrupts)
             except Interrupted as end:

@@ -1,0 +1,158 @@
+"""What a training needs beside its inputs: a run folder, someone to train, a plan that fits.
+
+The door to torch, with crossval.py and fitting.py: imported inside functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from crosstune.asked import Asked
+from crosstune.data.load import Rows
+from crosstune.data.tokens import Tokens
+from crosstune.errors import DeviceError, MissingExtra, RecipeError
+from crosstune.interrupt import Interrupts
+from crosstune.memory.plan import Plan, plan_memory
+from crosstune.memory.shape import ModelShape
+from crosstune.progress import Progress
+from crosstune.recipe import Recipe
+from crosstune.splits import Fold
+from crosstune.store.run import Run
+from crosstune.sweep import Trial
+
+if TYPE_CHECKING:
+    from crosstune.model.base import Base
+    from crosstune.model.device import Place
+    from crosstune.workers.local import LocalWorkers
+    from crosstune.workers.ray import RayWorkers
+
+WIDTHS = ("device.lanes", "device.micro_batch", "device.checkpointing")
+
+
+def open_run(recipe: Recipe, rows: Rows, tokens: Tokens | None = None) -> Run:
+    """The run folder of these rows; refuses that of another recipe, of other rows, or of another tokenizer."""
+    numbers = [row.number for row in rows.rows]
+    prints = {} if tokens is None else {"the tokenizer or its template": tokens.fingerprint}
+    return Run.open(recipe.output, recipe=recipe, data_hashes=rows.hashes, rows=numbers, prints=prints)
+
+
+def _choose_place(asked: Asked) -> Place:
+    """Device and precision: as the recipe asks, or those of a model that was passed in."""
+    from crosstune.memory.precision import Choice, attention_kernel
+    from crosstune.memory.visible import choose_gpu
+
+    if asked.model is None:
+        choose_gpu(asked.recipe.device.kind, asked.recipe.device.gpus)  # before torch is imported
+    from crosstune.model.base import DTYPES, adopt
+    from crosstune.model.device import Place, choose_device, machine_of
+
+    if asked.model is None:
+        return choose_device(asked.recipe.device)
+    base = adopt(asked.model, asked.tokenizer)
+    base.release()
+    precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
+    machine = machine_of(base.device)
+    why = "as the model that was passed in"
+    return Place(base.device, machine, Choice(precision, why), attention_kernel(machine, precision))
+
+
+def open_workers(asked: Asked, tokenizer: Any, progress: Progress, interrupts: Interrupts) -> LocalWorkers | RayWorkers:
+    """Who trains: this process, or the workers of a Ray cluster."""
+    if asked.recipe.device.ray is None:
+        from crosstune.workers.local import LocalWorkers
+
+        return LocalWorkers(_choose_place(asked), lambda place: _base(asked, tokenizer, place, progress), progress)
+    if asked.model is not None:
+        raise RecipeError(
+            "device.ray is set, and a model in memory was passed", "Save the model to a folder and pass its name."
+        )
+    try:
+        from crosstune.workers.ray import RayWorkers
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise MissingExtra("ray", "ray") from None
+    import torch
+
+    return RayWorkers(asked.recipe, tokenizer, progress, interrupts, threads=torch.get_num_threads())
+
+
+def _base(asked: Asked, tokenizer: Any, place: Place, progress: Progress) -> Base:
+    from crosstune.model.base import adopt, load_base
+
+    if asked.model is not None:
+        return adopt(asked.model, tokenizer)
+    progress.start("load")
+    try:
+        return load_base(asked.recipe.model, tokenizer, device=place.device, precision=place.precision.value)
+    finally:
+        progress.stop()
+
+
+def plan_as_before(
+    planned: Mapping[str, Any],
+    recipe: Recipe,
+    shape: ModelShape,
+    tokens: Tokens,
+    trials: Sequence[Trial],
+    folds: Sequence[Fold],
+    place: Place,
+    progress: Progress,
+    free: int,
+) -> Plan:
+    """The plan with which the run began, if it still fits: other widths give the same results to rounding only."""
+    if planned:
+        before = {name.removeprefix("device."): value for name, value in planned.items() if name in WIDTHS}
+        kept = {name: value for name, value in before.items() if getattr(recipe.device, name) == "auto"}
+        device = recipe.device.model_copy(update=kept)
+        try:
+            return plan_lanes(recipe.model_copy(update={"device": device}), shape, tokens, trials, folds, place, free)
+        except DeviceError as error:
+            progress.say(f"the plan with which this run began no longer fits: {error.problem}")
+    return plan_lanes(recipe, shape, tokens, trials, folds, place, free)
+
+
+def plan_lanes(
+    recipe: Recipe,
+    shape: ModelShape,
+    tokens: Tokens,
+    trials: Sequence[Trial],
+    folds: Sequence[Fold],
+    place: Place,
+    free: int | None = None,
+) -> Plan:
+    """How many lanes, rows and recomputed layers fit on this device."""
+    from crosstune.model.device import free_bytes
+
+    lengths = np.array([tokens.max_tokens]) if recipe.data.packing else tokens.lengths
+    return plan_memory(
+        recipe=recipe,
+        shape=shape,
+        lengths=lengths,
+        num_lanes=len(trials) * len(folds),
+        ranks=[trial.recipe.lora.rank for trial in trials],
+        free_bytes=free_bytes(place.device) if free is None else free,
+        device_kind=place.device.type,
+        precision=place.precision.value,
+        machine=place.machine,
+    )
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """The caller's global random states are the same afterwards: libraries draw from them while loading."""
+    import random
+
+    import torch
+
+    before = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.random.set_rng_state(before[2])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -21,6 +22,9 @@ from torch import Tensor, nn
 from crosstune.errors import MissingExtra, ModelError
 from crosstune.model.attention import attention_name
 from crosstune.recipe import Model
+
+# At import, bitsandbytes 0.50 advises CPU users to install a kernel package for 4-bit inference; we train.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,8 +42,7 @@ def load_recipe(path: str, changes: Sequence[str], out: str | None = None) -> Re
 
 @contextlib.contextmanager
 def only_results_on_stdout() -> Iterator[None]:
-    """What other libraries print goes to stderr; bitsandbytes' advice about a CPU kernel, at import, goes nowhere."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    """What other libraries print goes to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 

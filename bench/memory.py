@@ -2,6 +2,7 @@
 
     python -m bench.memory --out grid.jsonl                 # on the GPU: 72 cells, about 8 minutes
     python -m bench.memory --out grid.jsonl --half blind    # cells not looked at while the code was written
+    python -m bench.memory --out edges.jsonl --edges        # plans that just fit under a cap, and the next larger ones
     python -m bench.memory --tiny --out /tmp/grid.jsonl     # anywhere: the script itself, with tiny shapes
     python -m bench.memory --table grid.jsonl               # what was missed, and by how much
 
@@ -25,17 +26,20 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from bench.shapes import _linear, _normal
 from crosstune.memory.estimate import Settings, estimate
 from crosstune.memory.gpus import MIB, Machine, find_gpu
+from crosstune.memory.plan import plan_memory
 from crosstune.memory.shape import ModelShape
 from crosstune.memory.widths import evaluation_tokens
 from crosstune.model.base import DTYPES, Base
 from crosstune.model.device import machine_of
-from crosstune.train.rehearse import go_through, rehearse
+from crosstune.recipe import Recipe
+from crosstune.train.rehearse import go_through, rehearse, settle
 
 MODELS: dict[str, dict[str, Any]] = {
     "1b": {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -229,6 +233,84 @@ def run(options: argparse.Namespace) -> None:
         say(kind="done", seconds=round(time.monotonic() - began, 1))
 
 
+EDGES = (  # model, quantisation, GiB of the capped process, tokens of a row
+    ("1b", "none", 8, 1024), ("1b", "nf4", 6, 2048), ("1b", "int8", 10, 512), ("qwen2-1.5b", "none", 12, 1024),
+    ("qwen2-1.5b", "nf4", 10, 2048), ("8b", "nf4", 12, 512), ("8b", "nf4", 16, 1024), ("8b", "nf4", 24, 2048),
+    ("8b", "int8", 16, 512), ("8b", "none", 24, 1024), ("8b", "none", 32, 2048),
+)  # fmt: skip
+
+
+def find_edge(name: str, quantization: str, gib: int, tokens: int, machine: Machine) -> dict[str, Any]:
+    """The plan for five lanes in `gib`, then by rehearsal the fewest checkpointed layers with which it fits."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    config, free = MODELS[name], gib << 30
+    shape = ModelShape.from_config(config)
+    recipe = Recipe.build({"model": {"name": name, "quantization": quantization}, "data": "none"})
+    plan = plan_memory(
+        recipe=recipe, shape=shape, lengths=np.full(200, tokens), num_lanes=5, ranks=[16], free_bytes=free,
+        device_kind="cuda", precision="bf16", machine=machine,
+    )  # fmt: skip
+    plan = settle(plan, config)
+
+    def fits(count: int) -> bool:
+        widths = replace(plan.widths, checkpointed=count)
+        shown = rehearse(config, widths, machine, evaluate_tokens=plan.evaluate_tokens)
+        return shown.replay(limit=free - machine.context_bytes).fits
+
+    low, high = -1, plan.checkpointed_layers  # low doesn't fit, high does
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return {**named(name, plan.widths), "gib": gib, "checkpointed": high, "evaluate": plan.evaluate_tokens}
+
+
+def edges(options: argparse.Namespace) -> None:
+    """Run each plan at the edge under its cap, and the one with a layer less checkpointed."""
+    device = torch.device("cuda", 0)
+    machine = machine_of(device)
+    with Path(options.out).open("w") as out, ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        found = [pool.submit(find_edge, *edge, machine) for edge in EDGES]
+        base, held = None, None
+        for edge in found:
+            cell = edge.result()
+            settings = Settings(
+                cell["lanes"], cell["rows"], cell["tokens"], cell["checkpointed"], cell["quantization"], rank=16,
+                targets=ModelShape.from_config(MODELS[cell["model"]]).linears,
+            )  # fmt: skip
+            if held != (cell["model"], cell["quantization"]):
+                base = None
+                gc.collect()
+                torch.cuda.empty_cache()
+                torch.cuda.set_per_process_memory_fraction(1.0)
+                base, held = random_base(MODELS[cell["model"]], settings, device), (cell["model"], cell["quantization"])
+            assert base is not None
+            line = {"kind": "edge", **cell, "runs": runs_capped(base, settings, cell, machine)}
+            if settings.checkpointed > 0:
+                larger = replace(settings, checkpointed=settings.checkpointed - 1)
+                line["larger_runs"] = runs_capped(base, larger, cell, machine)
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            print(line, flush=True)
+
+
+def runs_capped(base: Base, settings: Settings, cell: dict[str, Any], machine: Machine) -> bool:
+    """Whether the steps run in a process that may hold so many GiB in all."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(((cell["gib"] << 30) - machine.context_bytes) / total)
+    try:
+        go_through(base, settings, lambda label: None, evaluate_tokens=cell["evaluate"])
+        torch.cuda.synchronize()
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def named(name: str, settings: Settings) -> dict[str, Any]:
     """The cell's settings as plain values."""
     return {
@@ -273,11 +355,15 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 4))
     parser.add_argument("--seconds", type=float, default=480, help="no new cell is read after this time")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: tests the script")
+    parser.add_argument("--edges", action="store_true", help="plans that just fit under a cap")
     parser.add_argument("--table", help="print the table of this file")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    table(options.table) if options.table else run(options)
+    if options.table:
+        table(options.table)
+    else:
+        edges(options) if options.edges else run(options)
 
 
 if __name__ == "__main__":

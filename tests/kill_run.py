@@ -55,15 +55,25 @@ def as_sweep(recipe: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def train(recipe: dict[str, Any]) -> None:
-    """The whole run, in this process."""
+def train(recipe: dict[str, Any], call: int = 0, how: str = "") -> None:
+    """The whole run, in this process; it kills itself at its `call`-th write, unless that is 0."""
     import torch
 
     from crosstune.crossval import cross_validate
     from crosstune.progress import Quiet
 
+    if call:
+        die_at_call(call, how)
     torch.set_num_threads(1)
     cross_validate(recipe, progress=Quiet())
+
+
+def start(recipe: dict[str, Any], call: int = 0, how: str = "") -> int:
+    """Begin `train` in a child. CUDA can't be started again in a fork, so on a GPU the child is a new program."""
+    if recipe["device"]["kind"] == "cpu":
+        return fork(lambda: train(recipe, call, how))
+    words = json.dumps([recipe, call, how])
+    return os.posix_spawn(sys.executable, [sys.executable, __file__, "--child", words], os.environ)
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -168,23 +178,18 @@ def kill_and_resume(kills: int, recipe: dict[str, Any], *, seed: int, say: Calla
     chance = random.Random(seed)
     folder = Path(recipe["output"])  # a run that is done begins anew there
     began = time.monotonic()
-    assert wait(fork(lambda: train(recipe))) == 0, "the undisturbed run failed"
+    assert wait(start(recipe)) == 0, "the undisturbed run failed"
     seconds, want, calls = time.monotonic() - began, digests(folder), 150
     shutil.rmtree(folder)
     say(f"undisturbed: {seconds:.1f} s, {len(want)} files")
 
+    imports = 0 if recipe["device"]["kind"] == "cpu" else 0.5  # a new program spends half its time on them
     done = deaths = runs = 0
     while deaths < kills:
         by_time = chance.random() < 0.5
-        moment, call = chance.uniform(0, seconds), chance.randrange(1, calls)
+        moment, call = chance.uniform(imports, 1) * seconds, chance.randrange(1, calls)
         how = chance.choice(["before", "half", "after"])
-
-        def work(by_time: bool = by_time, call: int = call, how: str = how) -> None:
-            if not by_time:
-                die_at_call(call, how)
-            train(recipe)
-
-        code = wait(fork(work), moment if by_time else None)
+        code = wait(start(recipe), moment) if by_time else wait(start(recipe, call, how))
         assert code in (0, -signal.SIGKILL), f"exit {code} after {deaths} kills (by_time {by_time}, call {call} {how})"
         bad = unreadable(folder) if folder.exists() else []
         assert not bad, f"after {deaths} kills: {bad}"
@@ -195,7 +200,7 @@ def kill_and_resume(kills: int, recipe: dict[str, Any], *, seed: int, say: Calla
             shutil.rmtree(folder)
             done += 1
             say(f"{deaths} kills, {done} runs done, all byte-equal")
-    assert wait(fork(lambda: train(recipe))) == 0
+    assert wait(start(recipe)) == 0
     compare(folder, want, deaths)
     say(f"{deaths} kills in {runs + 1} starts, {done + 1} runs done, all byte-equal, no unreadable file")
 
@@ -215,7 +220,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--sweep", action="store_true", help="four trials with pruning and written answers")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.child:
+        train(*json.loads(asked.child))
+        return
     with tempfile.TemporaryDirectory() as place:
         model = Path(place) / "model"
         make_model(model)
@@ -245,5 +254,6 @@ def preload() -> None:
 
 
 if __name__ == "__main__":
-    preload()
+    if "--child" not in sys.argv:
+        preload()
     main()

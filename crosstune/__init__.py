@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from crosstune.errors import CrosstuneError
     from crosstune.export.answer import generate
     from crosstune.fitting import fit
+    from crosstune.memory.explain import plan
     from crosstune.nested import nested_cross_validate
     from crosstune.recipe import Recipe
     from crosstune.report import write_report
@@ -30,6 +31,7 @@ __all__ = [
     "lint",
     "merge",
     "nested_cross_validate",
+    "plan",
     "write_report",
 ]
 
@@ -46,6 +48,7 @@ _HOMES = {
     "lint": "data.lint",
     "merge": "deploy",
     "nested_cross_validate": "nested",
+    "plan": "memory.explain",
     "write_report": "report",
 }
 

@@ -180,6 +180,9 @@ def explain(
     return Explained(plan, tuple(ways_to_fit(job, plan)), _table(job, plan), tuple(notes))
 
 
+plan = explain  # the name it has in the package: crosstune.plan(…)
+
+
 def choose_machine(recipe: Recipe, gpu: str | None, memory: str | None) -> tuple[Machine, int, list[str]]:
     """(device, bytes free on it, notes): the one named, or of this computer the one that a run would take."""
     if gpu is not None:

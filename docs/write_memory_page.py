@@ -1,0 +1,89 @@
+"""Write the tables of docs/memory.md from readings: `python docs/write_memory_page.py`.
+
+bench/memory_*.jsonl are what `python -m bench.memory` wrote on a GPU; without one, the page says so.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "memory.md"
+START, END = "<!-- tables: written by docs/write_memory_page.py -->", "<!-- end of tables -->"
+MIB = 1 << 20
+
+
+def tables() -> str:
+    """Everything between the two marks."""
+    files = sorted((ROOT / "bench").glob("memory_*.jsonl"))
+    parts = [table(file) for file in files] or [
+        "No readings of the grid yet: `python -m bench.memory --out …` makes them.\n"
+    ]
+    return "\n".join(parts)
+
+
+def table(file: Path) -> str:
+    """One file of readings: misses in all, then cell by cell."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    env = next((line for line in lines if line["kind"] == "env"), {})
+    cells = [line for line in lines if line["kind"] == "cell" and line.get("allocated")]
+    edges = [line for line in lines if line["kind"] == "edge"]
+    out = [
+        f"`bench/{file.name}`: {env.get('gpu', '')}, torch {env.get('torch', '')}, {len(cells or edges)} settings.\n"
+    ]
+    if cells:
+        out += [misses(cells), *rows_of(cells)]
+    if edges:
+        out += [
+            "| model | GiB | lanes × rows × tokens | recomputed | runs | one layer less |",
+            "|---|--:|---|--:|---|---|",
+        ]
+        out += [
+            f"| {e['model']} {e['quantization']} | {e['gib']} | {e['lanes']} × {e['rows']} × {e['tokens']} | "
+            f"{e['checkpointed']} | {yes(e['runs'])} | {yes(e.get('larger_runs'))} |"
+            for e in edges
+        ]
+    return "\n".join(out) + "\n"
+
+
+def misses(cells: list[dict[str, Any]]) -> str:
+    """Median and extremes of each figure's error."""
+    out = ["| predicted against measured | median | lowest | highest |", "|---|--:|--:|--:|"]
+    for words, said, real in FIGURES:
+        found = [100 * (cell[said] / cell[real] - 1) for cell in cells]
+        out.append(f"| {words} | {statistics.median(found):+.2f}% | {min(found):+.2f}% | {max(found):+.2f}% |")
+    return "\n".join(out) + "\n"
+
+
+FIGURES = (
+    ("rehearsal, allocated", "dry_allocated", "allocated"), ("rehearsal, reserved", "dry_reserved", "reserved"),
+    ("rehearsal, device's used bytes", "dry_used", "used"), ("closed form, allocated", "closed_allocated", "allocated"),
+    ("closed form, device's used bytes", "closed_used", "used"),
+)  # fmt: skip
+
+
+def rows_of(cells: list[dict[str, Any]]) -> list[str]:
+    """The grid, a line a cell."""
+    out = ["| model | lanes × rows × tokens | recomputed | rank | allocated MiB | rehearsal | closed form | used MiB | rehearsal |",
+           "|---|---|--:|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+    for c in cells:
+        errors = [100 * (c[said] / c[real] - 1) for _, said, real in FIGURES]
+        out.append(
+            f"| {c['model']} {c['quantization']} | {c['lanes']} × {c['rows']} × {c['tokens']} | {c['checkpointed']} | {c['rank']} | "
+            f"{c['allocated'] / MIB:,.0f} | {errors[0]:+.2f}% | {errors[3]:+.2f}% | {c['used'] / MIB:,.0f} | {errors[2]:+.2f}% |"
+        )
+    return out
+
+
+def yes(value: bool | None) -> str:
+    """For a cell of a table."""
+    return {True: "yes", False: "no", None: ""}[value]
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    head, _, rest = text.partition(START)
+    PAGE.write_text(f"{head}{START}\n{tables()}{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -67,14 +67,14 @@ FIGURES = (
 
 def rows_of(cells: list[dict[str, Any]]) -> list[str]:
     """The grid, a line a cell."""
-    out = ["| model | lanes × rows × tokens | recomputed | rank | allocated MiB | rehearsal | closed form | used MiB | rehearsal |",
-           "|---|---|--:|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+    heads = ("model", "lanes × rows × tokens", "recomputed", "rank", "allocated MiB", "rehearsal", "closed form")
+    out = [f"| {' | '.join((*heads, 'used MiB', 'rehearsal'))} |", "|---|---|" + "--:|" * 7]
     for c in cells:
-        errors = [100 * (c[said] / c[real] - 1) for _, said, real in FIGURES]
-        out.append(
-            f"| {c['model']} {c['quantization']} | {c['lanes']} × {c['rows']} × {c['tokens']} | {c['checkpointed']} | {c['rank']} | "
-            f"{c['allocated'] / MIB:,.0f} | {errors[0]:+.2f}% | {errors[3]:+.2f}% | {c['used'] / MIB:,.0f} | {errors[2]:+.2f}% |"
-        )
+        errors = [f"{100 * (c[said] / c[real] - 1):+.2f}%" for _, said, real in FIGURES]
+        width = f"{c['lanes']} × {c['rows']} × {c['tokens']}"
+        words = (f"{c['model']} {c['quantization']}", width, str(c["checkpointed"]), str(c["rank"]))
+        sizes = (f"{c['allocated'] / MIB:,.0f}", errors[0], errors[3], f"{c['used'] / MIB:,.0f}", errors[2])
+        out.append(f"| {' | '.join((*words, *sizes))} |")
     return out
 
 

@@ -20,7 +20,7 @@ from crosstune.units import bytes_words, count_words, seconds_words
 
 LINE_EVERY_SECONDS = 10.0  # a log of an hour then has some 360 lines
 SHOWN_LANES = 8  # more losses than this become mean and range
-UNITS = {"train": "step", "lint": "row", "load": "shard", "tokenise": "row", "evaluate": "batch"}
+UNITS = {"train": "step", "lint": "row", "load": "shard", "tokenise": "row", "evaluate": "row"}
 
 
 class Progress(Protocol):

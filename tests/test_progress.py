@@ -50,7 +50,7 @@ def test_stages_nest_and_the_outer_one_goes_on():
             lines.advance(3)
         lines.advance()
     assert [line.split(" · ")[0] for line in stream.getvalue().splitlines()] == [
-        "step 1/2", "batch 3/3", "batch 3/3", "step 2/2", "step 2/2",
+        "step 1/2", "row 3/3", "row 3/3", "step 2/2", "step 2/2",
     ]  # fmt: skip
 
 

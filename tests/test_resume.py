@@ -38,7 +38,7 @@ class Cutting(Quiet):
         self.left, self.do = after, do
 
     def advance(self, n: int = 1, **facts: Any) -> None:
-        if facts:
+        if "losses" in facts:
             self.left -= 1
             if self.left == 0:
                 self.do()

@@ -18,7 +18,7 @@ from crosstune.memory.plan import Plan
 from crosstune.model.attach import Slots, attached
 from crosstune.model.base import Base
 from crosstune.model.device import live_bytes, peak_bytes
-from crosstune.progress import Progress, stage
+from crosstune.progress import Progress, loss_words, stage
 from crosstune.train.checkpoint import Checkpoints, no_checkpoints
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.lane import Lane, LaneJob, RowScores, Status
@@ -141,7 +141,8 @@ def _run(
     given_up: GivenUp,
 ) -> tuple[int, int, Plan]:
     with attached(base, [job.spec for job in jobs], checkpointed_layers=plan.checkpointed_layers) as slots:
-        wave = _Wave(slots, [Lane.start(job, tokens) for job in jobs], tokens, plan, report, checkpoints, given_up)
+        lanes = [Lane.start(job, tokens) for job in jobs]
+        wave = _Wave(slots, lanes, tokens, plan, report, checkpoints, given_up, progress)
         wave.go_on()
         with stage(progress, "train", max(lane.last_step for lane in wave.lanes)):
             progress.advance(wave.standing.steps)
@@ -171,9 +172,10 @@ class _Wave:
         report: Report,
         checkpoints: Checkpoints,
         given_up: GivenUp,
+        progress: Progress,
     ) -> None:
         self.slots, self.lanes, self.tokens, self.plan = slots, lanes, tokens, plan
-        self.report, self.checkpoints, self.given_up = report, checkpoints, given_up
+        self.report, self.checkpoints, self.given_up, self.progress = report, checkpoints, given_up, progress
         self.optimizer = LaneAdamW(slots, [lane.job.train for lane in lanes])
         self.standing = Standing()
         self.begun = time.monotonic()
@@ -225,7 +227,7 @@ class _Wave:
     def _score(self, rows_K: Sequence[Sequence[int]]) -> list[RowScores]:
         def score() -> list[RowScores]:
             return score_lanes(
-                self.slots, self.tokens, rows_K, tick=self._cut_if_asked, most_tokens=self.plan.evaluate_tokens
+                self.slots, self.tokens, rows_K, tick=self._rows_scored, most_tokens=self.plan.evaluate_tokens
             )
 
         scores: list[RowScores] = self._survive("an evaluation", score, evaluating=True)
@@ -255,9 +257,10 @@ class _Wave:
             self.checkpoints.wait()
             self.checkpoints.interrupts.stop()
 
-    def _cut_if_asked(self, _: int) -> None:
+    def _rows_scored(self, count: int) -> None:
         if self.checkpoints.interrupts.asked:
             raise _Cut
+        self.progress.advance(count)
 
     def _may_skip(self, k: int) -> bool:
         """In fp16 a non-finite step is skipped and the lane's loss scale halved, until the scale is below 1."""
@@ -272,9 +275,12 @@ class _Wave:
         """Score the lanes that are due on their held-out rows, and on the rows that decide on stopping."""
         lanes = self.lanes
         held_out = [lane.job.held_out if k in due else () for k, lane in enumerate(lanes)]
-        scores = self._score(held_out)
         stop_rows = [lane.stop_rows if k in due else () for k, lane in enumerate(lanes)]
-        stops = self._score(stop_rows) if any(stop_rows) else scores
+        with stage(self.progress, "evaluate", sum(map(len, (*held_out, *stop_rows)))):
+            scores = self._score(held_out)
+            stops = self._score(stop_rows) if any(stop_rows) else scores
+        held = [scores[k].loss if k in due else None for k in range(len(lanes))]
+        self.progress.advance(0, note="held out: " + loss_words(held))
         stops = [stop if rows else score for stop, rows, score in zip(stops, stop_rows, scores, strict=True)]
         for k in due:
             lane = lanes[k]

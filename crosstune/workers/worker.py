@@ -233,14 +233,17 @@ class _Relay:
     def __init__(self, out: queue.Queue[Any]) -> None:
         self._out, self._steps, self._tokens, self._last = out, 0, 0, time.monotonic()
         self._facts: Mapping[str, Any] = {}
+        self._depth = 0
 
     def start(self, stage: str, total: int | None = None) -> None:
-        pass
+        self._depth += 1
 
     def advance(self, n: int = 1, **facts: Any) -> None:
+        if self._depth > 1:  # rows of an evaluation inside training: only steps are counted far away
+            return
         self._steps += n
         self._tokens += int(facts.pop("tokens", 0))
-        self._facts = facts or self._facts
+        self._facts = {**self._facts, **facts}
         if time.monotonic() - self._last >= TOLD_EVERY_SECONDS:
             self.flush()
 
@@ -253,4 +256,4 @@ class _Relay:
         pass
 
     def stop(self) -> None:
-        pass
+        self._depth -= 1

@@ -113,6 +113,10 @@ def test_adapters_that_peft_wrote_merge_as_peft_says(tmp_path, options, tie):
             if parameter.requires_grad:
                 parameter += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    if "bias" in options and not any(key.endswith(".bias") for key in saved):
+        refused(tmp_path, "holds no biases")  # PEFT 0.18 trains them and leaves them out
+        return
     merge(tmp_path / "adapter", tmp_path / "merged")
     got = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), base)
     assert torch.allclose(got, logits(model, base), atol=1e-4)

@@ -181,6 +181,12 @@ def _checked(folder: Path, config: LoraConfig, base_config: PretrainedConfig) ->
         ) from None
     model = _on_meta(config, base_config, _rows_in(tensors))
     refuse_wrong_keys(tensors, _expected(model), folder)
+    has_biases = any(name.endswith("base_layer.bias") for name in model.state_dict())
+    if config.bias != "none" and has_biases and not any(key.endswith(".bias") for key in tensors):
+        raise ModelError(
+            f"the adapter was trained with bias={config.bias!r}, and its file holds no biases",
+            "PEFT 0.18 doesn't save them: save it with a newer one, or train without biases.",
+        )
     wrong = wrong_checksums(folder)
     if wrong:
         raise ModelError(f"{', '.join(wrong)} in {str(folder)!r} differs from its checksum", "Write the adapter again.")

@@ -99,6 +99,12 @@ def test_a_mistake_is_one_clear_error(arguments, said, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"], "nothing is written"
 
 
+def test_the_effective_recipe_can_be_shown(cases, capsys):
+    assert cli.main(["run", str(cases / "F01-sci.yaml"), "data.path=rows.jsonl", "--show"]) == 0
+    shown = capsys.readouterr().out
+    assert "  learning_rate: 0.0002\n" in shown and "  weight_decay: 0.01\n" in shown
+
+
 def test_json_is_the_last_line_and_alone_on_stdout(answers, capsys, cases):
     answers(report())
     assert cli.main(["run", str(cases / "F01-sci.yaml"), "data.path=x", "--json"]) == 0

@@ -27,13 +27,17 @@ if TYPE_CHECKING:
 @click.argument("recipe")
 @changes_argument
 @out_option
+@click.option("--show", is_flag=True, help="Print the whole recipe, defaults included, and train nothing.")
 @click.option("--retry-failed", is_flag=True, help="Train the lanes that failed once more.")
 @json_flag
-def run(recipe: str, changes: tuple[str, ...], out: str | None, retry_failed: bool, as_json: bool) -> int:
+def run(recipe: str, changes: tuple[str, ...], out: str | None, show: bool, retry_failed: bool, as_json: bool) -> int:
     """Cross-validate RECIPE: train and score every fold.
 
     The same command goes on with an unfinished run, and says so if the run is finished.
     """
+    if show:
+        click.echo(load_recipe(recipe, changes, out).to_yaml(), nl=False)
+        return 0
     return cross_validate(lambda: load_recipe(recipe, changes, out), as_json, retry_failed=retry_failed)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from crosstune.errors import RecipeError
+from crosstune.store.files import write_file
 
 
 def parse_yaml(text: str, *, name: str = "recipe") -> Any:
@@ -40,10 +39,4 @@ def dump_yaml(tree: Any) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` so that `path` holds either the old or the new text, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(temporary).replace(path)
+    write_file(path, text.encode())

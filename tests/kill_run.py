@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import importlib
 import json
@@ -63,7 +64,7 @@ def train(recipe: dict[str, Any], call: int = 0, how: str = "") -> None:
     from crosstune.progress import Quiet
 
     if call:
-        die_at_call(call, how)
+        fill_disk_at_call(call) if how == "full" else die_at_call(call, how)
     torch.set_num_threads(1)
     cross_validate(recipe, progress=Quiet())
 
@@ -84,12 +85,34 @@ def fork(work: Callable[[], None]) -> int:
         try:
             work()
             code = 0
-        except BaseException:  # the child ends here, whatever it was
-            traceback.print_exc()
+        except BaseException as error:  # the child ends here, whatever it was
+            code = getattr(error, "exit_code", 1)
+            print(error, file=sys.stderr) if code == 2 else traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(code)
     return child
+
+
+def fill_disk_at_call(number: int) -> None:
+    """From the `number`-th write, flush or rename on, none succeeds: the disk is full."""
+    from crosstune.train import checkpoint
+
+    left = [number]
+
+    def full(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args, **named)
+
+        return call
+
+    os.write, os.fsync = full(os.write), full(os.fsync)  # type: ignore[assignment]
+    Path.replace, Path.write_bytes = full(Path.replace), full(Path.write_bytes)  # type: ignore[method-assign]
+    Path.mkdir = full(Path.mkdir)  # type: ignore[method-assign]
+    checkpoint.save_file = full(checkpoint.save_file)  # type: ignore[assignment]
 
 
 def die_at_call(number: int, how: str) -> None:
@@ -205,6 +228,25 @@ def kill_and_resume(kills: int, recipe: dict[str, Any], *, seed: int, say: Calla
     say(f"{deaths} kills in {runs + 1} starts, {done + 1} runs done, all byte-equal, no unreadable file")
 
 
+def fill_disk_and_resume(recipe: dict[str, Any], *, stride: int, say: Callable[[str], None]) -> None:
+    """The disk is full from write 1, 1 + stride, … on: exit code 2 and a sentence each time, and nothing lost."""
+    folder = Path(recipe["output"])
+    assert wait(start(recipe)) == 0, "the undisturbed run failed"
+    want = digests(folder)
+    shutil.rmtree(folder)
+    for faults, call in enumerate(range(1, 10**6, stride)):
+        code = wait(start(recipe, call, "full"))
+        if code == 0:
+            say(f"{faults} full disks, each refused with exit code 2, all byte-equal afterwards")
+            return
+        assert code == 2, f"exit {code} with the disk full from write {call} on"
+        bad = unreadable(folder) if folder.exists() else []
+        assert not bad, f"full from write {call} on: {bad}"
+        assert wait(start(recipe)) == 0
+        compare(folder, want, faults)
+        shutil.rmtree(folder)
+
+
 def compare(folder: Path, want: dict[str, str], deaths: int) -> None:
     found = digests(folder)
     assert found == want, f"after {deaths} kills: " + ", ".join(
@@ -220,6 +262,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--sweep", action="store_true", help="four trials with pruning and written answers")
+    parser.add_argument(
+        "--full", type=int, metavar="N", help="in place of kills: the disk is full from every N-th write on"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
@@ -230,6 +275,9 @@ def main() -> None:
         make_model(model)
         device = {"kind": asked.device, "precision": asked.precision}
         recipe = recipe_for(Path(place) / "run", model, device)
+        if asked.full:
+            fill_disk_and_resume(recipe, stride=asked.full, say=print)
+            return
         kill_and_resume(asked.kills, as_sweep(recipe) if asked.sweep else recipe, seed=asked.seed, say=print)
 
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def kill(kills: int, *more: str, timeout: int) -> str:
+    """The last line that the script says."""
     done = subprocess.run(
         [sys.executable, "tests/kill_run.py", "--kills", str(kills), *more],
         cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False,
@@ -41,6 +42,15 @@ def test_killed_200_times_the_run_ends_in_the_same_bytes() -> None:
 @pytest.mark.slow
 def test_a_sweep_with_pruning_and_answers_killed_60_times_ends_in_the_same_bytes() -> None:
     assert kill(60, "--sweep", timeout=3600).startswith("60 kills")
+
+
+def test_a_disk_that_is_full_from_some_write_on_is_said_and_nothing_is_lost() -> None:
+    assert "all byte-equal afterwards" in kill(0, "--full", "70", timeout=600)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_from_any_write_on_is_said_and_nothing_is_lost() -> None:
+    assert "all byte-equal afterwards" in kill(0, "--full", "1", timeout=7200)
 
 
 @pytest.mark.gpu

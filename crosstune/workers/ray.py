@@ -24,6 +24,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from crosstune.data.tokens import Tokens
 from crosstune.errors import CrosstuneError, DeviceError, RunError
 from crosstune.interrupt import Interrupts
+from crosstune.memory.gpus import free_ram_bytes
 from crosstune.memory.plan import Plan
 from crosstune.memory.visible import show_gpus
 from crosstune.progress import Progress, stage
@@ -38,6 +39,7 @@ from crosstune.workers.worker import Asking, Kept, Moved, Order, Stopped, Worker
 # A worker trains in one thread and hears "stop" and answers in another.
 GROUPS = {"control": 1}
 WAIT_SECONDS = 0.2  # for news of any worker, before signals are looked at again
+STORE_BYTES = 8 << 30  # beyond it Ray uses the disk
 SAY_SECONDS = 30.0  # of waiting for a place in the cluster, before it is said
 
 
@@ -284,6 +286,8 @@ def _connect(address: str) -> bool:
     if address != "auto":
         options.pop("include_dashboard")
         options["address"] = address
+    else:  # Ray's own default is 30% of the machine's memory; checkpoints and adapters on their way need far less
+        options["object_store_memory"] = min(STORE_BYTES, free_ram_bytes() // 4)
     try:
         ray.init(**options)
     except (ConnectionError, ValueError, RuntimeError) as error:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-import crosstune.export.merge
+import crosstune.export.changes
 import crosstune.export.merger
 from crosstune.errors import CrosstuneError, ModelError, RunError
 from crosstune.export import merge
@@ -293,8 +293,8 @@ def test_a_flipped_bit_in_a_merged_shard_is_noticed_before_it_is_put_in_place(tm
 
 def test_a_wrong_merge_is_refused_by_the_answers(tmp_path, tiny, monkeypatch):
     export(tmp_path / "adapter", tiny, Lora(rank=4, alpha=8))
-    right = crosstune.export.saved.LowRank.merged
-    monkeypatch.setattr(crosstune.export.saved.LowRank, "merged", lambda self, w: 0.5 * (right(self, w) + w.float()))
+    right = crosstune.export.changes.LowRank.merged
+    monkeypatch.setattr(crosstune.export.changes.LowRank, "merged", lambda self, w: 0.5 * (right(self, w) + w.float()))
     refused(tmp_path, "is not base \\+ adapter")
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from crosstune.errors import ModelError
 from crosstune.export.adapter import save_adapter
+from crosstune.export.changes import LowRank
 from crosstune.export.companions import has_tokenizer, load_saved_tokenizer, stop_ids_in
 from crosstune.export.saved import (
-    LowRank,
     SavedAdapter,
     adapter_config,
     model_config,

@@ -21,17 +21,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from crosstune.errors import MissingExtra, ModelError
 from crosstune.export.adapter import CONFIG
+from crosstune.export.changes import Change, LowRank
 from crosstune.export.companions import load_saved_tokenizer
 from crosstune.export.gguf_tokens import CONVERTER, add_tokenizer
-from crosstune.export.saved import (
-    Change,
-    LowRank,
-    SavedAdapter,
-    adapter_config,
-    adapter_folder,
-    model_config,
-    read_adapter,
-)
+from crosstune.export.saved import SavedAdapter, adapter_config, adapter_folder, model_config, read_adapter
 from crosstune.export.weights import BaseWeights, find_weights
 from crosstune.model.base import hub_arguments
 from crosstune.recipe import Model

@@ -15,7 +15,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from crosstune.errors import ModelError
-from crosstune.export.saved import Replaced, Rows, SavedAdapter
+from crosstune.export.changes import Replaced, Rows
+from crosstune.export.saved import SavedAdapter
 from crosstune.export.weights import FLOATS, INDEX, STORED, BaseWeights, find_weights, refuse_unmergeable, write_tensors
 from crosstune.progress import Progress, stage
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.tiny import CASES, make_tiny
+# Tests run side by side, a process a core; must be set before torch is imported, and holds for programs they start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.tiny import CASES, make_tiny  # noqa: E402
 
 
 @pytest.fixture(scope="session")

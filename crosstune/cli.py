@@ -14,6 +14,7 @@ import click
 from crosstune import __version__
 from crosstune.errors import EXIT_REFUSED, CrosstuneError
 from crosstune.interrupt import Interrupted
+from crosstune.store.secrets import redact
 from crosstune.verbs import deploy, look, train
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return EXIT_REFUSED
     except CrosstuneError as error:
-        click.echo(f"error: {error.problem}\n  {error.fix}", err=True)
+        click.echo(redact(f"error: {error.problem}\n  {error.fix}"), err=True)
         return error.exit_code
     except click.Abort as error:  # click's word for KeyboardInterrupt
         click.echo("interrupted; the same command goes on from here", err=True)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
+from crosstune.store.secrets import redact
 from crosstune.units import bytes_words, count_words, seconds_words
 
 LINE_EVERY_SECONDS = 10.0  # a log of an hour then has some 360 lines
@@ -126,7 +127,7 @@ class Lines:
             self._write(current.words())
 
     def say(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        print(redact(text), file=self.stream, flush=True)
 
     def stop(self) -> None:
         ended = self.stages.pop()
@@ -156,7 +157,7 @@ class NotebookLine(Lines):
         self._last_line = time.monotonic()
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(redact(text), flush=True)
         self._line = None  # the next progress line goes below what was said
 
 
@@ -185,7 +186,7 @@ class Bars:
         self._rich.update(bar, advance=n, description=current.words())
 
     def say(self, text: str) -> None:
-        self._rich.console.print(text, markup=False, highlight=False)
+        self._rich.console.print(redact(text), markup=False, highlight=False)
 
     def stop(self) -> None:
         ended, bar = self.stages.pop()

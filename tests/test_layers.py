@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ORDER = """
-    errors store.files interrupt units yaml_text options mistakes recipe progress
+    errors store.files store.secrets interrupt units yaml_text options mistakes recipe progress
     stats.intervals stats.bootstrap stats.comparison stats.curve metrics.text metrics.choice axes sweep pruning search compare suspects
     data.rows data.lines data.json_file data.table_file data.files data.turns data.shapes data.load
     data.control data.turn_ends data.template data.render data.encode data.tokenizer data.token_cache data.token_faults data.tokens data.batches data.questions
@@ -19,7 +19,7 @@ ORDER = """
     data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.kept data.lint.duplicates data.lint.lengths
     data.lint.balance data.lint.embedding data.lint.base data.lint.settings data.lint.folds data.lint.report data.lint.rowpass
     data.lint.tokenpass data.lint.onepass
-    store.secrets store.journal store.lock store.same store.run scores review
+    store.journal store.lock store.same store.run scores review
     model.device model.triton_kernels model.triton_nf4 model.triton_head model.elementwise model.lora model.attention model.base model.frozen_int8 model.frozen model.bundle model.block model.attach model.head
     train.lane train.optimizer train.step train.evaluate train.generate train.choice train.exam train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.recover train.wave
     workers.waves workers.local workers.worker workers.ray workers.examine workers.schedule

@@ -284,6 +284,34 @@ def test_a_planted_token_reaches_no_file(tmp_path: Path, monkeypatch: pytest.Mon
     begin(tmp_path / "run", recipe(model=asked.model, sweep={"data.path": ["other-words-now", "false"]})).close()
 
 
+def test_a_planted_token_reaches_no_output_of_the_command(tiny: Path, cases: Path, tmp_path: Path) -> None:
+    looks, named = "hf_" + "aB3dE6gH" * 4, "plain-words-only"
+    folder = tmp_path / f"model-{named}-{looks}"
+    folder.symlink_to(tiny)
+    rows = tmp_path / f"{looks}.jsonl"
+    rows.write_bytes((cases / "chat8.jsonl").read_bytes())
+    env = {**os.environ, "HF_TOKEN": looks, "SOME_API_KEY": named}
+    words = [f"model={folder}", f"data={rows}", "folds.k=2", "train.max_steps=1", "device.kind=cpu"]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{}\n")
+
+    def command(*words: str) -> subprocess.CompletedProcess[bytes]:
+        run = [sys.executable, "-m", "crosstune", *words]
+        return subprocess.run(run, cwd=Path(__file__).parent.parent, env=env, capture_output=True, check=False)
+
+    done = command("run", str(recipe), *words, f"output={tmp_path / 'run'}", "--json")
+    assert done.returncode == 0, done.stderr.decode()
+    outputs = {"stdout": done.stdout, "stderr": done.stderr}
+    done = command("report", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr.decode()
+    refused = command("run", str(recipe), *words, f"model={folder}-that-is-not-there", f"output={tmp_path / 'other'}")
+    assert refused.returncode == 2
+    outputs |= {"report": done.stdout + done.stderr, "refused": refused.stdout + refused.stderr}
+    for name, data in {**outputs, **content(tmp_path / "run")}.items():
+        assert looks.encode() not in data, name
+        assert named.encode() not in data, name
+
+
 def test_ordinary_words_are_not_redacted() -> None:
     for text in (
         "meta-llama/Meta-Llama-3-8B-Instruct",

@@ -21,7 +21,7 @@ from crosstune.export.folder import new_folder, write_checksums
 from crosstune.export.serve import serve_section, write_modelfile
 from crosstune.export.weights import write_tensors
 from crosstune.recipe import Lora
-from crosstune.store.secrets import redact_tree
+from crosstune.store.secrets import redact, redact_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ def save_adapter(
     card          facts for README.md: plain values, and mappings, which become tables of their own
     base_files    SHA-256 of the base's weight files (`weights_checksums`): merging into others is then refused
     """
-    names = sorted(set(target_names))
+    names, base_name = sorted(set(target_names)), redact(base_name)  # a URL may hold a password
     _assert_whole(tensors, lora, names)
     with new_folder(folder, marker=CONFIG) as work:
         plain = {key: tensor.detach().to("cpu", torch.float32).contiguous() for key, tensor in tensors.items()}

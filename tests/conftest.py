@@ -10,7 +10,7 @@ import pytest
 # Tests run side by side, a process a core; must be set before torch is imported, and holds for programs they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.tiny import CASES, make_tiny  # noqa: E402
+from tests.tiny import CASES, make_tiny
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import click
 
 from crosstune import __version__
-from crosstune.errors import EXIT_REFUSED, CrosstuneError
+from crosstune.errors import EXIT_REFUSED, CrosstuneError, Refused
 from crosstune.interrupt import Interrupted
 from crosstune.store.secrets import redact
 from crosstune.verbs import deploy, look, train
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return EXIT_REFUSED
     except CrosstuneError as error:
-        click.echo(redact(f"error: {error.problem}\n  {error.fix}"), err=True)
+        begins = "" if isinstance(error, Refused) else "error: "  # findings say themselves what they are
+        click.echo(redact(f"{begins}{error}"), err=True)
         return error.exit_code
     except click.Abort as error:  # click's word for KeyboardInterrupt
         click.echo("interrupted; the same command goes on from here", err=True)

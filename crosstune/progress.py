@@ -84,6 +84,10 @@ class Stage:
             parts.append(str(self.facts["note"]))
         return " · ".join(parts)
 
+    def line(self) -> str:
+        """The words, after the stage's name where they don't tell which it is."""
+        return self.words() if self.name == "train" else f"{self.name}: {self.words()}"
+
 
 def loss_words(losses: Sequence[float | None]) -> str:
     """`loss 1.42 1.39 –`: a lane that is out shows a dash; many lanes show their mean and range."""
@@ -123,16 +127,19 @@ class Lines:
     def advance(self, n: int = 1, **facts: Any) -> None:
         current = self.stages[-1]
         current.add(n, facts)
-        if time.monotonic() - self._last_line >= self.every_seconds:
-            self._write(current.words())
+        if self._is_time():
+            self._write(current.line())
 
     def say(self, text: str) -> None:
         print(redact(text), file=self.stream, flush=True)
 
     def stop(self) -> None:
         ended = self.stages.pop()
-        if ended.done:
-            self._write(f"{ended.words()} · {seconds_words(ended.seconds)}")
+        if ended.done and (not self.stages or self._is_time()):  # each epoch's evaluation would be a line otherwise
+            self._write(f"{ended.line()} · {seconds_words(ended.seconds)}")
+
+    def _is_time(self) -> bool:
+        return time.monotonic() - self._last_line >= self.every_seconds
 
     def _write(self, line: str) -> None:
         print(line, file=self.stream, flush=True)
@@ -191,9 +198,9 @@ class Bars:
     def stop(self) -> None:
         ended, bar = self.stages.pop()
         self._rich.remove_task(bar)
-        if ended.done:
-            self.say(f"{ended.name}: {ended.words()} · {seconds_words(ended.seconds)}")
         if not self.stages:
+            if ended.done:
+                self.say(f"{ended.line()} · {seconds_words(ended.seconds)}")
             self._rich.stop()
 
 

@@ -20,6 +20,7 @@ ROWS = [
 def folder(tmp_path, monkeypatch, tiny):
     """A working folder with rows and a recipe for the tiny model; the encoded rows' cache lies elsewhere."""
     monkeypatch.setenv("CROSSTUNE_CACHE", "")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no retries where there is no network
     place = tmp_path / "work"
     place.mkdir()
     monkeypatch.chdir(place)
@@ -92,14 +93,16 @@ def test_the_same_recipe_again_says_so_and_another_is_refused(folder, capsys):
 
 def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(folder):
     command = [sys.executable, "-m", "crosstune", "run", "recipe.yaml", "train.epochs=3000", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stderr:
-        if line.startswith("step "):
-            break
-    began = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    journal = folder / "run" / "journal.jsonl"
+    with (folder / "log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        while process.poll() is None and not (journal.exists() and "lane_evaluated" in journal.read_text()):
+            time.sleep(0.1)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    said = (folder / "log").read_text()
     assert process.returncode == 130 and time.monotonic() - began < 10
-    assert "Traceback" not in err and out == ""
-    events = [json.loads(line)["event"] for line in (folder / "run" / "journal.jsonl").read_text().splitlines()]
+    assert "Traceback" not in said and "interrupted" in said and out == ""
+    events = [json.loads(line)["event"] for line in journal.read_text().splitlines()]
     assert events[0] == "created" and "run_finished" not in events

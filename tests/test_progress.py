@@ -25,6 +25,17 @@ def test_the_line_is_the_one_promised():
     assert shown.words() == "step 120/400 · 5 lanes · loss 1.42 1.39 1.44 1.40 1.41 · 19.2 GiB"
 
 
+def test_evaluations_inside_training_are_no_lines_of_their_own(clock):
+    stream = io.StringIO()
+    lines = Lines(stream, every_seconds=1e9)
+    with stage(lines, "train", 50):
+        for _ in range(50):
+            lines.advance(losses=[1.0])
+            with stage(lines, "evaluate", 3):
+                lines.advance(3)
+    assert [line.split(" · ")[0] for line in stream.getvalue().splitlines()] == ["step 1/50", "step 50/50"]
+
+
 def test_a_lane_that_is_out_shows_a_dash_and_many_lanes_their_range():
     assert loss_words([1.5, None, float("nan")]) == "loss 1.50 – –"
     assert loss_words([1.0, 2.0, 3.0] * 4) == "loss 2.00 (1.00–3.00)"
@@ -50,7 +61,7 @@ def test_stages_nest_and_the_outer_one_goes_on():
             lines.advance(3)
         lines.advance()
     assert [line.split(" · ")[0] for line in stream.getvalue().splitlines()] == [
-        "step 1/2", "row 3/3", "row 3/3", "step 2/2", "step 2/2",
+        "step 1/2", "evaluate: row 3/3", "evaluate: row 3/3", "step 2/2", "step 2/2",
     ]  # fmt: skip
 
 

@@ -20,8 +20,10 @@ from crosstune.recipe import Stop
 from crosstune.train import wave as wave_module
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.lane import LaneJob
+from crosstune.train.recover import PlanChanged
 from crosstune.train.wave import LaneEvaluated, LaneFinished, LaneRetired, run_wave
 from tests.lanes import Outcome, PlanOf, fold_job, fp32_base, random_tokens, run
+from tests.test_recover import Shrinking
 
 TOKENS = random_tokens()
 
@@ -226,4 +228,37 @@ def test_a_full_disk_ends_the_wave_with_a_clear_error(
             go(base, jobs, tmp_path, Outcome(), Quiet())
     found = Outcome()
     go(base, jobs, tmp_path, found, Quiet())
+    assert_same(found, want)
+
+
+def test_after_a_smaller_plan_it_goes_on_from_where_the_plan_changed(
+    base: Base, jobs: list[LaneJob], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = wave_module.train_step, [1]
+
+    def no_memory_at_step_4(slots: Any, optimizer: Any, lanes: Any, batches: Any) -> Any:
+        if lanes[0].step == 3 and left[0]:
+            left[0] = 0
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return real(slots, optimizer, lanes, batches)
+
+    def train(outcome: Outcome, plan: Any, progress: Any) -> None:
+        progress.interrupts = Interrupts()
+        kept = Checkpoints(tmp_path, "never", progress.interrupts, lambda text: None)
+        run_wave(base, jobs, TOKENS, plan, report=outcome.events.append, progress=progress, checkpoints=kept)
+        kept.drop()
+
+    def crash() -> None:
+        raise Crash
+
+    monkeypatch.setattr(wave_module, "train_step", no_memory_at_step_4)
+    want, found = Outcome(), Outcome()
+    train(want, Shrinking(), Quiet())
+    left[0] = 1
+    with pytest.raises(Crash):
+        train(found, Shrinking(), Cutting(6, crash))
+    smaller = next(event.after for event in found.events if isinstance(event, PlanChanged))
+    again = Cutting(10**9, crash)
+    train(found, smaller, again)
+    assert 10**9 - again.left == 7  # steps 4 to 10, although no checkpoint was due
     assert_same(found, want)

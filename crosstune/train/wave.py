@@ -23,7 +23,7 @@ from crosstune.train.checkpoint import Checkpoints, no_checkpoints
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.lane import Lane, LaneJob, RowScores, Status
 from crosstune.train.optimizer import LaneAdamW
-from crosstune.train.recover import PlanChanged, smaller_plan, survive
+from crosstune.train.recover import PlanChanged, is_out_of_memory, smaller_plan, survive
 from crosstune.train.state import Standing, pack_wave, unpack_wave
 from crosstune.train.step import LENGTH_MULTIPLE, StepResult, step_batches, train_step
 
@@ -218,11 +218,23 @@ class _Wave:
 
         def shrink(message: str) -> None:
             before, self.plan = self.plan, smaller_plan(self.plan, doing, evaluating=evaluating)
+            self._keep_the_old_plans_work()
             self.slots.recompute_first(self.plan.checkpointed_layers)
             jobs = tuple(lane.job for lane in self.lanes)
             self.report(PlanChanged(jobs, self.standing.steps, doing, message, before, self.plan))
 
         return survive(action, shrink, self.slots.base.device)
+
+    def _keep_the_old_plans_work(self) -> None:
+        """A checkpoint, so that a run which ends now doesn't train it again with the new plan; if memory allows."""
+        if self.checkpoints.folder is None:
+            return
+        try:
+            self.checkpoints.save(pack_wave(self.slots, self.optimizer, self.lanes, self.standing))
+            self.checkpoints.wait()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
 
     def _score(self, rows_K: Sequence[Sequence[int]]) -> list[RowScores]:
         def score() -> list[RowScores]:

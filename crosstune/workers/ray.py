@@ -31,6 +31,7 @@ from crosstune.progress import Progress, stage
 from crosstune.recipe import Recipe
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.lane import LaneJob
+from crosstune.train.recover import PlanChanged
 from crosstune.train.wave import GivenUp, LaneRetired, Report
 from crosstune.units import bytes_words
 from crosstune.workers.waves import key
@@ -190,6 +191,9 @@ class RayWorkers:
             self._actors[one.worker].answer.options(concurrency_group="control").remote(answer)
         elif not isinstance(item, Stopped):
             task.report(item)
+        if isinstance(item, PlanChanged):
+            self.progress.say(f"out of memory in {item.doing} after step {item.step}: going on with {item.after}")
+            task.plan = item.after
         return True
 
     def _again(self, one: _Busy, error: RayError, report: Report) -> bool:
@@ -261,9 +265,9 @@ class RayWorkers:
             raise error.cause if isinstance(error.cause, CrosstuneError) else error from None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Task:
-    """What all waves of a call share."""
+    """What all waves of a call share. `plan` becomes a smaller one when a worker runs out of memory."""
 
     tokens: Any  # in the object store
     plan: Plan

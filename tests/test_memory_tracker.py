@@ -97,7 +97,7 @@ def steps_of_peft(cell):
 def check(cell):
     shown = replay(steps_of_peft(cell), first=(WORKSPACE, WORKSPACE))
     assert math.isclose(shown.peak_allocated, cell["alloc_peak"], rel_tol=0.005, abs_tol=32 * MIB), shown
-    assert math.isclose(shown.peak_reserved, cell["reserved_peak"], rel_tol=0.06, abs_tol=128 * MIB), shown
+    assert math.isclose(shown.peak_reserved, cell["reserved_peak"], rel_tol=0.04, abs_tol=128 * MIB), shown
     return shown
 
 

@@ -17,13 +17,16 @@ def quantize_linears(base: Base, kind: str, *, double_quant: bool) -> None:
         import bitsandbytes  # noqa: F401
     except ImportError:
         raise MissingExtra("bitsandbytes", "quant") from None
-    for name, module in list(base.model.named_modules()):
-        if not isinstance(module, nn.Linear) or name == base.head_name:
+    linears = [name for name, module in base.model.named_modules() if isinstance(module, nn.Linear)]
+    for name in linears:  # by name: the 16-bit weights go one after another, as while loading
+        if name == base.head_name:
             continue
+        module = base.model.get_submodule(name)
         new: Any = _eight_bit(module) if kind == "int8" else _four_bit(module, double_quant, base.dtype)
         new.bias = module.bias
         parent, _, leaf = name.rpartition(".")
         setattr(base.model.get_submodule(parent), leaf, new)
+        del module
 
 
 def _four_bit(linear: nn.Linear, double_quant: bool, dtype: torch.dtype) -> nn.Module:

@@ -87,3 +87,18 @@ def test_the_pages_own_recipe_and_call_are_current():
     sections = {name: eval(value) for name, value in given.items()}  # dict literals of our own page
     called = Recipe.build({**sections, "folds": {"k": 5, "seed": 7}, "lora": recipe.lora.model_dump()})
     assert called == recipe
+
+
+def test_the_pages_loop_uses_arguments_that_trl_has(tmp_path):
+    from trl import SFTConfig
+
+    call = re.search(r"args=SFTConfig\((.*?)\n        \),", DOC.read_text(encoding="utf-8"), re.DOTALL)[1]
+    given = re.sub(r"#.*", "", call).replace('f"fold-{fold}"', repr(str(tmp_path))).replace("bf16=True", "bf16=False")
+    config = eval(f"SFTConfig({given})", {"SFTConfig": SFTConfig})
+    assert (config.max_length, config.packing, config.warmup_steps, config.gradient_accumulation_steps) == (
+        30,
+        True,
+        0.03,
+        4,
+    )
+    assert SFTConfig(output_dir=str(tmp_path), bf16=False).max_length == 1024, "as the page says"

@@ -206,8 +206,22 @@ def test_killed_while_beginning_the_run_begins_anew(tmp_path: Path) -> None:
         assert Recipe.load(tmp_path / "run" / "recipe.yaml") == recipe()
 
 
+def test_a_read_only_disk_is_refused(tmp_path: Path) -> None:
+    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o ro none "$0" && exec "$@"', str(tmp_path)]
+    if subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no read-only disk can be mounted here (unshare, mount)")
+    code = "import sys; from pathlib import Path; from tests.test_run import begin; begin(Path(sys.argv[1]) / 'run')"
+    root = Path(__file__).parent.parent
+    command = [*mount, sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (
+        "Read-only file system\n  The disk is mounted read-only: set output to a folder that can be written."
+        in done.stderr
+    )
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(RunError, match="Permission denied"):

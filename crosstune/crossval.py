@@ -25,7 +25,7 @@ from crosstune.memory.plan import Plan
 from crosstune.metrics import find_metric
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Recipe
-from crosstune.resources import open_run, open_workers, plan_as_before, random_state_kept
+from crosstune.resources import open_run, open_workers, plan_as_before, random_state_kept, settle_plan
 from crosstune.result import Result, make_report, write_out_of_fold, write_scores
 from crosstune.review import review_rows
 from crosstune.scores import record_pooled
@@ -100,6 +100,7 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
         place, free = workers.place()
         progress.say(f"device: {place}")
         plan = plan_as_before(planned, recipe, inputs.shape, tokens, trials, folds, place, progress, free)
+        plan = settle_plan(plan, inputs.config, progress)
         progress.say(f"plan: {plan}")
         for trial in trials:
             make_jobs(workers, trial, folds)  # refuses targets that match no layer before anything is written

@@ -20,7 +20,7 @@ from crosstune.inputs import Inputs, judge, read_asked_rows
 from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Folds, Recipe
-from crosstune.resources import open_run, open_workers, plan_lanes, random_state_kept
+from crosstune.resources import open_run, open_workers, plan_lanes, random_state_kept, settle_plan
 from crosstune.result import Result
 from crosstune.splits import Fold, split_rows
 from crosstune.store.run import Run
@@ -145,6 +145,7 @@ def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) ->
         place, free_bytes = workers.place()
         progress.say(f"device: {place}")
         plan = plan_lanes(recipe, inputs.shape, inputs.tokens, task.trials, [fold], place, free_bytes)
+        plan = settle_plan(plan, inputs.config, progress)
         progress.say(f"plan: {plan}")
         scene = _Scene(task, inputs, fold, workers)
         jobs = [_job(scene, trial) for trial in task.trials]

@@ -29,6 +29,7 @@ class Inputs:
     tokens: Tokens
     tokenizer: Any
     shape: ModelShape
+    config: Mapping[str, Any]  # the model's config.json
 
 
 def read_asked_rows(asked: Asked, progress: Progress) -> Rows:
@@ -59,7 +60,7 @@ def judge(asked: Asked, rows: Rows, progress: Progress, *, has_folds: bool = Tru
     rows = rows.without(report.left_out)
     tokens = _encode(rows, ready, asked, config, progress)
     refuse([finding for finding in tokens.findings if finding.code not in recipe.lint.allow])
-    return Inputs(rows, tokens, ready.tokenizer, ModelShape.from_config(config))
+    return Inputs(rows, tokens, ready.tokenizer, ModelShape.from_config(config), config)
 
 
 def _config(asked: Asked) -> dict[str, Any]:

@@ -142,6 +142,19 @@ def plan_lanes(
     )
 
 
+def settle_plan(plan: Plan, config: Mapping[str, Any], progress: Progress) -> Plan:
+    """On CUDA: rehearse a plan that is near the device's limit, and take a smaller one until one surely fits."""
+    if plan.job.machine.kind != "cuda":
+        return plan
+    from crosstune.train.rehearse import settle
+
+    try:
+        return settle(plan, config)
+    except (ValueError, KeyError) as error:  # transformers' own words for a model type that it can't build by itself
+        progress.say(f"note: the plan can't be rehearsed ({error}); formulas made it")
+        return plan
+
+
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """The caller's global random states are the same afterwards: libraries draw from them while loading."""

@@ -33,7 +33,9 @@ def test_a_plan_far_from_the_limit_is_not_rehearsed(monkeypatch):
 
 
 def test_a_plan_near_the_limit_fits_after_it_is_settled():
-    found = settle(plan(int(3.6 * GIB)), CONFIG)
+    near = plan(int(3.6 * GIB))
+    near = replace(near, free_bytes=int(1.02 * near.peak_bytes))
+    found = settle(replace(near, job=replace(near.job, free_bytes=near.free_bytes)), CONFIG)
     limit = found.free_bytes - found.job.machine.context_bytes
     assert (
         rehearse(CONFIG, found.widths, found.job.machine, evaluate_tokens=found.evaluate_tokens)
@@ -60,3 +62,18 @@ def test_when_even_the_smallest_does_not_fit_it_says_so():
     found = plan(22 * GIB, lanes=4, micro_batch=1, checkpointing="all")
     with pytest.raises(DeviceError, match="nothing fits: rehearsed"):
         settle(replace(found, free_bytes=2 * GIB, job=replace(found.job, free_bytes=2 * GIB)), CONFIG)
+
+
+def test_a_cpu_plan_is_taken_as_it_is_and_a_model_that_cannot_be_built_is_told(monkeypatch):
+    from crosstune.progress import Quiet
+    from crosstune.resources import settle_plan
+
+    said = []
+    progress = Quiet()
+    monkeypatch.setattr(progress, "say", said.append)
+    near = plan(int(3.6 * GIB))
+    near = replace(near, free_bytes=near.peak_bytes)
+    assert settle_plan(near, {"model_type": "mystery"}, progress) is near
+    assert "can't be rehearsed" in said[0]
+    on_cpu = replace(near, job=replace(near.job, machine=replace(near.job.machine, kind="cpu")))
+    assert settle_plan(on_cpu, CONFIG, progress) is on_cpu

@@ -13,7 +13,6 @@ import pytest
 from crosstune.crossval import cross_validate
 from crosstune.progress import Quiet
 from crosstune.store.run import Run
-from tests.kill_run import digests
 
 CASES = Path(__file__).parent / "cases"
 
@@ -51,7 +50,6 @@ def sweep(tiny: Path, output: Path) -> dict[str, Any]:
 
 
 def test_a_resumed_sweep_of_40_lanes_continues_with_exactly_the_lanes_not_done(tiny: Path, tmp_path: Path) -> None:
-    cross_validate(sweep(tiny, tmp_path / "alone"), progress=Quiet())
     with pytest.raises(Stop):
         cross_validate(sweep(tiny, tmp_path / "run"), progress=Stopping(9))  # in the second step of the fifth wave
     before = Run.read(tmp_path / "run")
@@ -66,9 +64,6 @@ def test_a_resumed_sweep_of_40_lanes_continues_with_exactly_the_lanes_not_done(t
     assert {path: path.stat().st_mtime_ns for path in when} == when
     waves = after.events("wave_finished")
     assert [len(wave["lanes"]) for wave in waves] == [4] * 10
-    found, want = digests(tmp_path / "run"), digests(tmp_path / "alone")
-    del found["recipe.yaml"], want["recipe.yaml"]
-    assert found == want
 
 
 @pytest.mark.slow

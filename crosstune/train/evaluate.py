@@ -83,9 +83,7 @@ def _score(
     ]
 
 
-def _batches(
-    tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str, most_tokens: int
-) -> Iterator[Batch]:
+def _batches(tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str, most_tokens: int) -> Iterator[Batch]:
     """Batches of all lanes, longest rows first, as many rows a lane as the token budget holds at that length."""
     queues: list[list[Unit]] = [
         [(row,) for row in sorted(rows, key=lambda row: -int(tokens.lengths[row]))] for rows in rows_K

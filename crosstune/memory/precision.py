@@ -5,12 +5,10 @@ Torch-free, so that `plan` and `doctor` say beforehand what a run will use.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from crosstune.errors import DeviceError
-from crosstune.memory.gpus import Machine
+from crosstune.memory.gpus import Machine, cpu_flags
 
 NATIVE_BF16_CPU = ("amx_bf16", "avx512_bf16")
 
@@ -71,15 +69,4 @@ def attention_kernel(machine: Machine, precision: str, *, head_dim: int = 128, m
 
 def native_cpu_bf16() -> str | None:
     """The flag by which this processor multiplies bf16 without converting it first, if it does."""
-    return next((flag for flag in NATIVE_BF16_CPU if flag in _cpu_flags()), None)
-
-
-def _cpu_flags() -> frozenset[str]:
-    if sys.platform != "linux":
-        return frozenset()
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
-    return frozenset(line.partition(":")[2].split())
+    return next((flag for flag in NATIVE_BF16_CPU if flag in cpu_flags()), None)

@@ -112,7 +112,7 @@ def test_missing_rows_do_not_hide_mistakes_in_the_recipe(tiny: Path, tmp_path: P
 def test_progress_counts_the_rows(tmp_path: Path) -> None:
     out = io.StringIO()
     lint(write_rows(tmp_path, [{"text": f"Text {i}."} for i in range(4500)]), progress=Lines(out, every_seconds=0))
-    assert out.getvalue().splitlines()[-1].startswith("row 4500")
+    assert out.getvalue().splitlines()[-1].startswith("lint: row 4500")
 
 
 # --- near duplicates against slow code -------------------------------------------------------------------------------

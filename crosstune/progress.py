@@ -175,12 +175,19 @@ class Bars:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
+        from rich.table import Column
 
         self.stages: list[tuple[Stage, Any]] = []
+        words = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # the only one that gives way on a narrow terminal
         self._rich = RichProgress(
-            TextColumn("{task.fields[stage]:<10}"), BarColumn(bar_width=24), TextColumn("{task.description}"),
-            TimeRemainingColumn(compact=True), console=Console(stderr=True), transient=True,
-        )  # fmt: skip
+            TextColumn("{task.fields[stage]}", table_column=Column(no_wrap=True, max_width=24)),
+            BarColumn(bar_width=10, table_column=Column(min_width=10)),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
+            TextColumn("{task.description}", markup=False, table_column=words),
+            console=Console(stderr=True),
+            transient=True,
+            expand=True,
+        )
 
     def start(self, stage: str, total: int | None = None) -> None:
         if not self.stages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -14,9 +15,16 @@ from crosstune.model.base import Base
 def quantize_linears(base: Base, kind: str, *, double_quant: bool) -> None:
     """Replace every linear layer of a meta base but its head by a quantised one."""
     try:
-        import bitsandbytes  # noqa: F401
+        import bitsandbytes
     except ImportError:
         raise MissingExtra("bitsandbytes", "quant") from None
+    # bitsandbytes keeps its table of 8-bit values for good, on the device that asked first: a meta table left there
+    # makes every later quantisation in this process fail ("Cannot copy out of meta tensor").
+    with patch.dict(bitsandbytes.functional.name2qmap):
+        _replace_linears(base, kind, double_quant=double_quant)
+
+
+def _replace_linears(base: Base, kind: str, *, double_quant: bool) -> None:
     linears = [name for name, module in base.model.named_modules() if isinstance(module, nn.Linear)]
     for name in linears:  # by name: the 16-bit weights go one after another, as while loading
         if name == base.head_name:

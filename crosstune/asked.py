@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from crosstune.errors import RecipeError
-from crosstune.recipe import Recipe
-from crosstune.yaml_text import parse_yaml
+from crosstune.recipe import Recipe, read_tree
 
 
 @dataclass(frozen=True)
@@ -107,14 +105,7 @@ def _tree(recipe: Recipe | str | os.PathLike[str] | Mapping[str, Any] | None) ->
         return recipe.model_dump(mode="json")
     if isinstance(recipe, Mapping):
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in recipe.items()}
-    path = Path(recipe)
-    try:
-        tree = parse_yaml(path.read_text(encoding="utf-8"), name=str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(
-            f"the recipe {str(path)!r} can't be read: {error}", "Give the path of a YAML recipe."
-        ) from None
-    return dict(tree or {})
+    return read_tree(recipe)
 
 
 def _merge(tree: dict[str, Any], section: str, values: Mapping[str, Any]) -> None:

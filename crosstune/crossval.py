@@ -30,7 +30,7 @@ from crosstune.result import Result, make_report, write_out_of_fold, write_score
 from crosstune.review import review_rows
 from crosstune.scores import record_pooled
 from crosstune.search import open_search
-from crosstune.splits import Fold, split_rows
+from crosstune.splits import Fold, fold_table, split_rows
 from crosstune.store.run import Run
 from crosstune.sweep import Trial, share_of_rows, trials_to_plan
 
@@ -152,7 +152,8 @@ def _train(run: Run, work: _Work) -> None:
         lanes = [(job.trial, job.fold) for job in wave]
         return Checkpoints(run.checkpoint_folder(lanes), recipe.train.checkpoint_every, work.interrupts, progress.say)
 
-    run.write_folds(fold_table_columns(work.tokens, work.folds))
+    held_out = sorted(fold_table(work.rows, work.folds))
+    run.write_folds({"row": [row for row, _ in held_out], "fold": [fold for _, fold in held_out]})
     _write_groups(run, work.rows, recipe.folds.group)
     run.record("plan", **plan.settings, peak_bytes=plan.peak_bytes, waves=plan.waves, allowed=list(recipe.lint.allow))
     run.record("workers", device=str(work.workers.place()[0]), workers=work.workers.facts)
@@ -243,10 +244,3 @@ def _score_base(run: Run, workers: LocalWorkers | RayWorkers, tokens: Tokens, he
     progress.stop()
     write_base_scores(run, tokens, scores)
     return scores
-
-
-def fold_table_columns(tokens: Tokens, folds: Sequence[Fold]) -> dict[str, list[int]]:
-    """folds.parquet: the fold that holds each row out (rows from 1, folds from 0)."""
-    table = [(int(tokens.numbers[row]), fold.index) for fold in folds for row in fold.held_out]
-    table.sort()
-    return {"row": [row for row, _ in table], "fold": [fold for _, fold in table]}

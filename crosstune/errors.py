@@ -120,3 +120,8 @@ def refuse(findings: Sequence[Finding]) -> None:
     """Raise `Refused` if any finding is an error. Warnings and notes pass."""
     if any(finding.severity == "error" for finding in findings):
         raise Refused(findings)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message: the rest is advice about its own options."""
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__

@@ -11,14 +11,12 @@ from typing import Any
 from crosstune.asked import Asked
 from crosstune.data.lint import lint_rows
 from crosstune.data.load import Rows, load_rows
-from crosstune.data.tokenizer import ReadyTokenizer, ready_tokenizer
+from crosstune.data.tokenizer import ReadyTokenizer, longest_row, ready_tokenizer
 from crosstune.data.tokens import Tokens, tokenize
 from crosstune.errors import refuse
 from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, stage
 from crosstune.suspects import read_row_numbers
-
-NO_LIMIT = 2**31
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def _config(asked: Asked) -> dict[str, Any]:
 
 
 def _encode(rows: Rows, ready: ReadyTokenizer, asked: Asked, config: Mapping[str, Any], progress: Progress) -> Tokens:
-    limit, done = _limit(config, ready.tokenizer), 0
+    limit, done = longest_row(config, ready.tokenizer), 0
 
     def tick(rows_done: int, _: int) -> None:
         nonlocal done
@@ -89,12 +87,6 @@ def _encode(rows: Rows, ready: ReadyTokenizer, asked: Asked, config: Mapping[str
             limit=limit,
             stop_ids=ready.stop_ids,
         )
-
-
-def _limit(config: Mapping[str, Any], tokenizer: Any) -> int:
-    """The longest row that the model takes: its positions, or what the tokenizer says if that is less."""
-    text = config.get("text_config") or config
-    return min(int(text.get("max_position_embeddings") or NO_LIMIT), int(tokenizer.model_max_length), NO_LIMIT)
 
 
 def _cache() -> Path | None:

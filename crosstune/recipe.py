@@ -298,18 +298,7 @@ class Recipe(Section):
     @classmethod
     def load(cls, path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
         """Read a YAML recipe and apply `section.key=value` overrides. All mistakes are reported at once."""
-        file = Path(path)
-        try:
-            text = file.read_text(encoding="utf-8")
-        except OSError as error:
-            problem = f"the recipe {str(path)!r} can't be read: {error.strerror}"
-            raise RecipeError(problem, "Give the path of a YAML recipe.") from None
-        except UnicodeDecodeError as error:
-            raise RecipeError(f"the recipe {str(path)!r} is not UTF-8: {error}", "Save it as UTF-8 text.") from None
-        tree = parse_yaml(text, name=str(path))
-        if not isinstance(tree, dict):
-            raise RecipeError(f"{path} holds no recipe", "A recipe starts with sections such as 'model:' and 'data:'.")
-        return cls.build(tree, overrides)
+        return cls.build(read_tree(path), overrides)
 
     @classmethod
     def build(cls, tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
@@ -383,4 +372,19 @@ def _override(override: str) -> dict[str, Any]:
     tree = parse_yaml(value, name=f"override {override!r}")
     for part in reversed(path):
         tree = {part: tree}
+    return tree
+
+
+def read_tree(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A recipe file as nested mappings, not judged yet. Raises RecipeError where there is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        problem = f"the recipe {str(path)!r} can't be read: {error.strerror}"
+        raise RecipeError(problem, "Give the path of a YAML recipe.") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"the recipe {str(path)!r} is not UTF-8: {error}", "Save it as UTF-8 text.") from None
+    tree = parse_yaml(text, name=str(path))
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{path} holds no recipe", "A recipe starts with sections such as 'model:' and 'data:'.")
     return tree

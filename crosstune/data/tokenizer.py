@@ -9,14 +9,14 @@ import copy
 import difflib
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.data.template import ChatTemplate
-from crosstune.errors import Finding, MissingExtra, ModelError
+from crosstune.errors import Finding, MissingExtra, ModelError, first_line
 from crosstune.recipe import Model
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _PAD_LIKE = (
     re.compile(r"^(?!.*(image|vision|video|audio|speech)).*pad", re.IGNORECASE),
     re.compile(r"reserved|unused|extra_?id|extra_?\d|placeholder|dummy", re.IGNORECASE),
 )
+
+NO_LIMIT = 2**31  # tokens
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def _from_pretrained(model: Model) -> PreTrainedTokenizerBase:
         ) from None
     # The tokenizers library raises bare `Exception` for a damaged tokenizer.json (0.23: no class of its own).
     except Exception as error:
-        raise ModelError(f"the tokenizer of {name!r} can't be loaded: {_first_line(error)}",
+        raise ModelError(f"the tokenizer of {name!r} can't be loaded: {first_line(error)}",
                          "Check model.name (or model.tokenizer): a folder with tokenizer.json, a hub id, or a "
                          ".gguf file.") from None  # fmt: skip
 
@@ -207,5 +209,7 @@ def generation_stop_ids(model: Model) -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def longest_row(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the longest row that a model takes: its positions, or what the tokenizer says if that is less."""
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    return min(int(positions or NO_LIMIT), int(tokenizer.model_max_length), NO_LIMIT)

@@ -13,10 +13,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from crosstune.errors import ModelError
+from crosstune.errors import ModelError, first_line
 from crosstune.export.adapter import GENERATION, write_json
 from crosstune.export.merger import Merger
-from crosstune.model.base import first_line
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",

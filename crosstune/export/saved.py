@@ -22,11 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from crosstune.errors import ModelError
+from crosstune.errors import ModelError, first_line
 from crosstune.export.adapter import BASE_CHECKSUMS, CONFIG, FACTS, WEIGHTS
 from crosstune.export.changes import Change, LowRank, Replaced, Rows
 from crosstune.export.folder import wrong_checksums
-from crosstune.model.base import first_line
 
 PREFIX = "base_model.model."
 

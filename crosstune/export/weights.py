@@ -14,9 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from crosstune.errors import ModelError, RunError
+from crosstune.errors import ModelError, RunError, first_line
 from crosstune.export.folder import sha256
-from crosstune.model.base import first_line
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py")

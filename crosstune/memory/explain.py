@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from crosstune.errors import CrosstuneError, DeviceError
 from crosstune.memory.config import read_config
-from crosstune.memory.estimate import head_chunk, lane_parts
+from crosstune.memory.estimate import head_chunk
 from crosstune.memory.gpus import Machine, find_gpu, free_ram_bytes, parse_bytes, this_cpu
 from crosstune.memory.picture import draw_parts, save_png
 from crosstune.memory.plan import describe, search
@@ -269,9 +269,3 @@ def _row(plan: Plan) -> dict[str, Any]:
         "micro_batch": plan.micro_batch, "accumulation": plan.accumulation, "fits": plan.fits,
         "checkpointing": plan.settings["device.checkpointing"], "peak_bytes": plan.peak_bytes, "seconds": plan.seconds,
     }  # fmt: skip
-
-
-def lane_bytes(plan: Plan) -> int:
-    """What one more lane takes before a token is computed: adapter, gradient, optimizer state."""
-    settings = replace(plan.job.like, lanes=1)
-    return sum(lane_parts(plan.job.shape, settings).values())

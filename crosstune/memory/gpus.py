@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -220,8 +220,3 @@ def _read_number(path: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None  # cgroup 2 writes 'max' for no limit
-
-
-def with_memory(machine: Machine, total_bytes: int) -> Machine:
-    """The same device with another amount of memory (`--memory`)."""
-    return replace(machine, total_bytes=total_bytes)

@@ -14,8 +14,6 @@ from typing import Any
 
 from crosstune.errors import ModelError
 
-HEAD_NAMES = ("lm_head", "embed_out", "output")  # never a target of "all-linear", as in PEFT
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -107,7 +107,7 @@ def live_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most bytes of tensors since `forget_peak` (CPU: the most resident memory since the process began)."""
+    """Most bytes since the process began: of tensors on a GPU, of resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
@@ -123,12 +123,6 @@ def used_bytes(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)  # also other processes: exact on a GPU of one's own
     return torch.cuda.max_memory_reserved(device) + outside
-
-
-def forget_peak(device: torch.device) -> None:
-    """Start counting peaks anew."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def release(device: torch.device) -> None:

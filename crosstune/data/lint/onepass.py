@@ -28,7 +28,7 @@ from crosstune.data.lint.rowpass import RowPass
 from crosstune.data.lint.tokenpass import TokenPass
 from crosstune.data.load import Row, Rows, leave_out, load_rows, read_rows
 from crosstune.data.template import ChatTemplate
-from crosstune.data.tokenizer import ReadyTokenizer, choose_pad, find_stop_ids, ready_tokenizer
+from crosstune.data.tokenizer import NO_LIMIT, ReadyTokenizer, choose_pad, find_stop_ids, longest_row, ready_tokenizer
 from crosstune.errors import DataError, Finding, ModelError, Place
 from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, Quiet, stage
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH = 2000  # rows a batch: some hundred KB of text, small enough to stay in the processor's cache
-NO_LIMIT = 2**31
 
 
 def lint(
@@ -208,9 +207,7 @@ class Look:
             return None
 
     def _limit(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        config = config_of(self.model.name) if self.model else {}
-        positions = (config.get("text_config") or config).get("max_position_embeddings")
-        return min(int(positions or NO_LIMIT), int(tokenizer.model_max_length), NO_LIMIT)
+        return longest_row(config_of(self.model.name) if self.model else {}, tokenizer)
 
     def over(self, items: Iterable[Row | Finding], progress: Progress) -> None:
         """Look at every row."""

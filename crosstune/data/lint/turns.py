@@ -11,7 +11,6 @@ from crosstune.data.load import Row
 from crosstune.errors import Finding
 
 SYSTEM = ("system", "developer")
-TOOLS = ("tool", "function", "ipython")
 # By far the most common orders, and right: looked up before anything is looked at (a million rows pass here).
 USUAL = {("user", "assistant"), ("system", "user", "assistant"), ("user", "assistant", "user", "assistant")}
 

@@ -34,14 +34,19 @@ class FitRecorder:
 
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
+        from crosstune.train.fault import blamed
         from crosstune.train.wave import LaneFinished, LaneRetired
 
         if isinstance(event, LaneFinished | LaneRetired) and (event.job.trial, None) in self.run.lanes_over():
             return
         if isinstance(event, LaneRetired):
-            self.run.record("lane_failed", trial=event.job.trial, fold=None, reason=event.reason, step=event.step)
+            self._fail(event.job, event.reason, event.step)
         elif isinstance(event, LaneFinished):
-            self._write(event)
+            with blamed(lambda reason: self._fail(event.job, reason, event.steps)):
+                self._write(event)
+
+    def _fail(self, job: LaneJob, reason: str, step: int) -> None:
+        self.run.record("lane_failed", trial=job.trial, fold=None, reason=reason, step=step)
 
     def _write(self, event: LaneFinished) -> None:
         from crosstune.export.adapter import save_adapter

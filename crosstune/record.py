@@ -18,6 +18,7 @@ from crosstune.export.adapter import save_adapter
 from crosstune.recipe import Recipe
 from crosstune.store.run import Run
 from crosstune.sweep import Trial
+from crosstune.train.fault import blamed
 from crosstune.train.lane import LaneJob, RowScores
 from crosstune.train.recover import PlanChanged
 from crosstune.train.wave import Event, LaneEvaluated, LaneFinished, LaneGivenUp, LaneRetired, StepKept, WaveFinished
@@ -40,7 +41,7 @@ class Recorder:
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
         if (
-            isinstance(event, LaneFinished | LaneRetired | LaneGivenUp)
+            isinstance(event, StepKept | LaneFinished | LaneRetired | LaneGivenUp)
             and (event.job.trial, event.job.fold) in self.run.lanes_over()
         ):
             return
@@ -51,11 +52,13 @@ class Recorder:
                 "lane_evaluated", **_lane(event.job), step=event.step, epoch=event.epoch, **_sums(event.scores)
             )
         elif isinstance(event, StepKept):
-            self._keep_step(event)
+            with blamed(lambda reason: self._fail(event.job, reason, event.step)):
+                self._keep_step(event)
         elif isinstance(event, LaneFinished):
-            self._finish(event)
+            with blamed(lambda reason: self._fail(event.job, reason, event.steps)):
+                self._finish(event)
         elif isinstance(event, LaneRetired):
-            self.run.record("lane_failed", **_lane(event.job), reason=event.reason, step=event.step)
+            self._fail(event.job, event.reason, event.step)
         elif isinstance(event, LaneGivenUp):
             self.run.record("lane_given_up", **_lane(event.job), reason=event.reason, step=event.step)
         elif isinstance(event, PlanChanged):
@@ -63,6 +66,10 @@ class Recorder:
         elif isinstance(event, WaveFinished):
             facts = {name: value for name, value in vars(event).items() if name != "jobs"}
             self.run.record("wave_finished", lanes=[[job.trial, job.fold] for job in event.jobs], **facts)
+
+    def _fail(self, job: LaneJob, reason: str, step: int) -> None:
+        shutil.rmtree(self.folder(job), ignore_errors=True)  # what was written of it before it failed
+        self.run.record("lane_failed", **_lane(job), reason=reason, step=step)
 
     def _change_plan(self, event: PlanChanged) -> None:
         """What happened, and the plan with which a continued run goes on."""

@@ -67,12 +67,14 @@ def metric_summaries(run: Run, trial: int, scores: Mapping[str, Mapping[int, flo
 
 def record_pooled(run: Run) -> None:
     """Pool every trial's rows that its lanes never saw, once all are scored; kept as an event of the journal."""
-    done = {event["trial"] for event in run.events("pooled")}
+    done = {event["trial"]: event["folds"] for event in run.events("pooled")}
     lanes = [key for key in run.finished_lanes() if key[1] is not None]
     metrics = find_metrics(run.stored_recipe()["evaluate"]["metrics"])
     examined = {(event["trial"], event["fold"]) for event in run.events("lane_examined")}
-    for trial in sorted({trial for trial, _ in lanes} - done):
+    for trial in sorted({trial for trial, _ in lanes}):
         folds = sorted(fold for t, fold in lanes if t == trial and fold is not None)
+        if done.get(trial) == folds:  # others where a lane failed then, and was tried again
+            continue
         rows = join([run.read_lane_rows(trial, fold) for fold in folds])
         found = pool_losses(rows, group_of(run, rows["row"]))
         taken = [fold for fold in folds if (trial, fold) in examined]
@@ -81,7 +83,7 @@ def record_pooled(run: Run) -> None:
             marks = join([run.read_lane_rows(trial, fold, ANSWERS) for fold in taken])
             found |= pool_marks(metrics, marks, group_of(run, marks["row"]))
             extra = choice_tables(marks)
-        run.record("pooled", trial=trial, metrics=found, **extra)
+        run.record("pooled", trial=trial, folds=folds, metrics=found, **extra)
 
 
 def pool_losses(rows: Columns, groups: NDArray[Any] | None) -> dict[str, dict[str, Any]]:

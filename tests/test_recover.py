@@ -16,6 +16,7 @@ from crosstune.errors import DeviceError
 from crosstune.progress import Quiet
 from crosstune.train import step as step_module
 from crosstune.train import wave as wave_module
+from crosstune.train.fault import WaveFault
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.recover import LeakWatch, PlanChanged, is_out_of_memory, smaller_plan
 from crosstune.train.wave import run_wave
@@ -231,7 +232,7 @@ def test_what_counts_as_out_of_memory(error, is_so):
 
 def test_other_errors_are_not_swallowed(base, monkeypatch):
     monkeypatch.setattr(step_module, "run_pass", lambda *args: (_ for _ in ()).throw(RuntimeError("shape mismatch")))
-    with pytest.raises(RuntimeError, match="shape mismatch"):
+    with pytest.raises(WaveFault, match="shape mismatch"):
         run_wave(base, [fold_job(base, 0)], random_tokens(), Shrinking(), report=lambda event: None, progress=Quiet())
 
 

@@ -23,6 +23,7 @@ class Status(str, Enum):
     DONE = "done"
     STOPPED = "stopped"  # early, as train.stop asked
     FAILED = "failed"
+    BROKEN = "broken"  # failed by an exception of its own: there may be no way to feed it
     GIVEN_UP = "given up"  # its trial was given up by the sweep
 
     @property
@@ -134,7 +135,7 @@ class Lane:
     def is_fed(self) -> bool:
         """The lane still takes part in passes. A failed lane does until its time is up, with weight 0, so that the
         shapes, and with them every bit of the other lanes, stay as they would have been."""
-        return self.step < self.last_step and self.status not in (Status.STOPPED, Status.GIVEN_UP)
+        return self.step < self.last_step and self.status not in (Status.STOPPED, Status.GIVEN_UP, Status.BROKEN)
 
     def next_units(self) -> list[Unit]:
         """The units of the next optimizer step; none if the lane is over."""
@@ -162,9 +163,9 @@ class Lane:
             self.status, self.reason = Status.STOPPED, f"no gain in {self.without_gain} evaluations"
         return False
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, status: Status = Status.FAILED) -> None:
         """Retire the lane at the step just taken."""
-        self.status, self.reason, self.failed_step = Status.FAILED, reason, self.step
+        self.status, self.reason, self.failed_step = status, reason, self.step
 
 
 def learning_rate(train: Train, step: int, total_steps: int) -> float:

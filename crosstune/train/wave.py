@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from crosstune.data.batches import Batch
 from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
 from crosstune.model.attach import Slots, attached
@@ -21,6 +22,7 @@ from crosstune.model.device import live_bytes, peak_bytes
 from crosstune.progress import Progress, loss_words, stage
 from crosstune.train.checkpoint import Checkpoints, no_checkpoints
 from crosstune.train.evaluate import score_lanes
+from crosstune.train.fault import blame_each, blamed, blamed_on_wave
 from crosstune.train.lane import Lane, LaneJob, RowScores, Status
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.recover import PlanChanged, is_out_of_memory, smaller_plan, survive
@@ -141,7 +143,7 @@ def _run(
     given_up: GivenUp,
 ) -> tuple[int, int, Plan]:
     with attached(base, [job.spec for job in jobs], checkpointed_layers=plan.checkpointed_layers) as slots:
-        lanes = [Lane.start(job, tokens) for job in jobs]
+        lanes = [_start(job, tokens, report) for job in jobs]
         wave = _Wave(slots, lanes, tokens, plan, report, checkpoints, given_up, progress)
         wave.go_on()
         with stage(progress, "train", max(lane.last_step for lane in wave.lanes)):
@@ -156,7 +158,20 @@ def _run(
         return wave.standing.steps, wave.standing.trained, wave.plan
 
 
-class _Cut(Exception):
+def _start(job: LaneJob, tokens: Tokens, report: Report) -> Lane:
+    """The lane before its first step; one that has failed already if that raises."""
+    lane = Lane(job, [], (), 0)
+
+    def broken(reason: str) -> None:
+        lane.fail(reason, Status.BROKEN)
+        report(LaneRetired(job, reason, 0))
+
+    with blamed(broken):
+        lane = Lane.start(job, tokens)
+    return lane
+
+
+class _Cut(BaseException):
     """The run is to end, in the middle of an evaluation: nothing has changed since the step before it."""
 
 
@@ -204,14 +219,19 @@ class _Wave:
         self.standing.due = [k for k, lane in enumerate(self.lanes) if fed[k] and lane.is_due()]
 
     def _train(self) -> StepResult:
-        batches = step_batches(
-            self.lanes,
+        every = range(len(self.lanes))
+        batches = blame_each(lambda: self._batches(every), lambda k: self._batches([k]), every, self._break)
+        return train_step(self.slots, self.optimizer, self.lanes, batches)
+
+    def _batches(self, lanes: Sequence[int]) -> list[Batch]:
+        scales = self.optimizer.scale_K.tolist()
+        return step_batches(
+            [self.lanes[k] for k in lanes],
             self.tokens,
-            self.optimizer.scale_K.tolist(),
+            [scales[k] for k in lanes],
             micro_batch=self.plan.micro_batch,
             multiple=LENGTH_MULTIPLE[self.slots.base.device.type],
         )
-        return train_step(self.slots, self.optimizer, self.lanes, batches)
 
     def _survive(self, doing: str, action: Callable[[], Any], *, evaluating: bool = False) -> Any:
         """`action()`; where memory runs out, again with the next smaller plan, from which the wave then goes on."""
@@ -223,7 +243,8 @@ class _Wave:
             jobs = tuple(lane.job for lane in self.lanes)
             self.report(PlanChanged(jobs, self.standing.steps, doing, message, before, self.plan))
 
-        return survive(action, shrink, self.slots.base.device)
+        with blamed_on_wave(self.standing.steps):
+            return survive(action, shrink, self.slots.base.device)
 
     def _keep_the_old_plans_work(self) -> None:
         """A checkpoint, so that a run which ends now doesn't train it again with the new plan; if memory allows."""
@@ -237,10 +258,17 @@ class _Wave:
                 raise
 
     def _score(self, rows_K: Sequence[Sequence[int]]) -> list[RowScores]:
-        def score() -> list[RowScores]:
+        every = range(len(self.lanes))
+
+        def score_of(lanes: Sequence[int]) -> list[RowScores]:
+            whole = [k in lanes and self.lanes[k].status is not Status.BROKEN for k in every]
+            rows = [rows_k if scored else () for rows_k, scored in zip(rows_K, whole, strict=True)]
             return score_lanes(
-                self.slots, self.tokens, rows_K, tick=self._rows_scored, most_tokens=self.plan.evaluate_tokens
+                self.slots, self.tokens, rows, tick=self._rows_scored, most_tokens=self.plan.evaluate_tokens
             )
+
+        def score() -> list[RowScores]:
+            return blame_each(lambda: score_of(every), lambda k: score_of([k]), every, self._break)
 
         scores: list[RowScores] = self._survive("an evaluation", score, evaluating=True)
         return scores
@@ -278,8 +306,11 @@ class _Wave:
         """In fp16 a non-finite step is skipped and the lane's loss scale halved, until the scale is below 1."""
         return self.optimizer.scaled and float(self.optimizer.scale_K[k]) >= 1.0
 
-    def _retire(self, k: int, reason: str) -> None:
-        self.lanes[k].fail(reason)
+    def _break(self, k: int, reason: str) -> None:
+        self._retire(k, reason, Status.BROKEN)
+
+    def _retire(self, k: int, reason: str, status: Status = Status.FAILED) -> None:
+        self.lanes[k].fail(reason, status)
         self.slots.clear(k)
         self.report(LaneRetired(self.lanes[k].job, reason, self.lanes[k].step))
 
@@ -338,7 +369,7 @@ class _Wave:
 
     def facts(self) -> dict[str, Any]:
         """What the progress line shows after a step."""
-        over = [lane.status is Status.FAILED or not lane.losses for lane in self.lanes]
+        over = [lane.status in (Status.FAILED, Status.BROKEN) or not lane.losses for lane in self.lanes]
         return {
             "losses": [None if gone else lane.losses[-1] for lane, gone in zip(self.lanes, over, strict=True)],
             "tokens": self.last.num_tokens if self.last else 0,

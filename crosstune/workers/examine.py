@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from crosstune.progress import Progress, stage
 from crosstune.store.run import Run
 from crosstune.train.evaluate import score_base
 from crosstune.train.exam import Exam, Marks
+from crosstune.train.fault import blame_each, blamed
 from crosstune.train.generate import begin
 from crosstune.train.lane import LaneJob
 
@@ -44,13 +46,32 @@ class Examiner:
         jobs = [job for job in jobs if (job.trial, job.fold) in finished and (job.trial, job.fold) not in done]
         if not jobs:
             return
+        failed: dict[int, str] = {}
+        every = range(len(jobs))
+        with stage(self.progress, "answer held-out rows", sum(len(job.held_out) for job in jobs)):
+            marks_K = blame_each(
+                lambda: self._take([job for k, job in enumerate(jobs) if k not in failed]),
+                lambda k: self._take([jobs[k]]), every, failed.__setitem__,
+            )  # fmt: skip
+        for k, marks in zip((k for k in every if k not in failed), marks_K, strict=True):
+            with blamed(partial(failed.__setitem__, k)):
+                self._keep(jobs[k], marks)
+        for k, reason in failed.items():
+            step = finished[jobs[k].trial, jobs[k].fold]["steps"]
+            self.run.record("lane_failed", trial=jobs[k].trial, fold=jobs[k].fold, reason=reason, step=step)
+
+    def _keep(self, job: LaneJob, marks: Marks) -> None:
+        scores = self.exam.scores(marks)
+        self.run.write_lane_rows(job.trial, job.fold, self._columns(marks), ANSWERS)
+        self.run.record("lane_examined", trial=job.trial, fold=job.fold, scores=scores)
+
+    def _take(self, jobs: Sequence[LaneJob]) -> list[Marks]:
+        if not jobs:
+            return []
         folders = [self.run.lane_folder(job.trial, job.fold) / "adapter" for job in jobs]
         adapters = [load_file(folder / "adapter_model.safetensors") for folder in folders]
-        with stage(self.progress, "answer held-out rows", sum(len(job.held_out) for job in jobs)):
-            marks_K = self.workers.apply(examine_adapters, self.exam, jobs, adapters, tick=self.progress.advance)
-        for job, marks in zip(jobs, marks_K, strict=True):
-            self.run.write_lane_rows(job.trial, job.fold, self._columns(marks), ANSWERS)
-            self.run.record("lane_examined", trial=job.trial, fold=job.fold, scores=self.exam.scores(marks))
+        marks: list[Marks] = self.workers.apply(examine_adapters, self.exam, jobs, adapters, tick=self.progress.advance)
+        return marks
 
     def examine_base(self, name: str, held_out: Sequence[int], exam: Exam | None = None) -> None:
         """The untuned base takes the exam (or `exam`, its few-shot variant) on all held-out rows."""

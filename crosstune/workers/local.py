@@ -13,9 +13,11 @@ from crosstune.model.base import Base
 from crosstune.model.device import Place, free_bytes
 from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints
+from crosstune.train.fault import WaveFault
 from crosstune.train.lane import LaneJob
 from crosstune.train.recover import LeakWatch, PlanChanged, compare_peak
 from crosstune.train.wave import Event, GivenUp, Report, run_wave
+from crosstune.workers.waves import fail_wave
 
 
 def run_waves(
@@ -44,9 +46,13 @@ def run_waves(
                 base, jobs, tokens, plan, report=told, progress=progress, checkpoints=kept, given_up=given_up
             )
             kept.drop()
-            leaks.wave_ended()
+        except WaveFault as fault:
+            progress.say(f"a wave failed ({fault}); its lanes are recorded as failed")
+            kept.drop()
+            fail_wave(jobs, fault.reason, fault.step, report)
         finally:
             kept.close()
+        leaks.wave_ended()
     if plan is planned and (hint := compare_peak(plan, base.device)):
         progress.say(hint)
 

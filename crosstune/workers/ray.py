@@ -30,11 +30,12 @@ from crosstune.memory.visible import show_gpus
 from crosstune.progress import Progress, stage
 from crosstune.recipe import Recipe
 from crosstune.train.checkpoint import Checkpoints
+from crosstune.train.fault import WaveFault, reason_of
 from crosstune.train.lane import LaneJob
 from crosstune.train.recover import PlanChanged
-from crosstune.train.wave import GivenUp, LaneRetired, Report
+from crosstune.train.wave import GivenUp, Report
 from crosstune.units import bytes_words
-from crosstune.workers.waves import key
+from crosstune.workers.waves import fail_wave, key
 from crosstune.workers.worker import Asking, Kept, Moved, Order, Stopped, Worker
 
 # A worker trains in one thread and hears "stop" and answers in another.
@@ -210,13 +211,13 @@ class RayWorkers:
             )
         what = "its worker was lost"
         if not isinstance(error, RayActorError):
-            what = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+            what = reason_of(cause)
         ray.kill(self._actors[one.worker])  # also where it only raised: after a CUDA error a process is of no more use
         self._actors[one.worker] = self._create()
         if one.tries > self.recipe.device.retries:
             self.progress.say(f"a wave failed {one.tries} times ({what}); its lanes are recorded as failed")
-            for job in one.jobs:
-                report(LaneRetired(job, f"worker-failed: {what}, {one.tries} times", _step_kept(one.kept)))
+            step = cause.step if isinstance(cause, WaveFault) else _step_kept(one.kept)
+            fail_wave(one.jobs, f"worker-failed: {what}, {one.tries} times", step, report)
             return False
         one.tries += 1
         self.progress.say(f"a wave goes on from its last checkpoint: {what}")

@@ -61,7 +61,9 @@ class Schedule:
         if isinstance(event, LaneEvaluated) and self._under_way:
             self._hear(key(event.job), event.step, _score_of(self.metric, event.scores), final=False)
         elif isinstance(event, LaneFinished) and self._under_way:
-            self._hear(key(event.job), event.steps, _score_of(self.metric, event.scores), final=True)
+            failed = key(event.job) in self.run.failed_lanes()  # what it made couldn't be kept
+            score = math.nan if failed else _score_of(self.metric, event.scores)
+            self._hear(key(event.job), event.steps, score, final=True)
         elif isinstance(event, LaneRetired):
             self._hear(key(event.job), event.step, math.nan, final=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from crosstune.train.lane import LaneJob
+from crosstune.train.wave import LaneRetired, Report
 
 Key = tuple[int, int | None]  # trial, fold
 
@@ -25,6 +26,12 @@ def waves_left(
 def cut_waves(jobs: Sequence[LaneJob], lanes: int) -> list[list[LaneJob]]:
     """Jobs in waves of at most `lanes`, in order."""
     return [list(jobs[start : start + lanes]) for start in range(0, len(jobs), lanes)]
+
+
+def fail_wave(jobs: Sequence[LaneJob], reason: str, step: int, report: Report) -> None:
+    """Every lane of a wave that raised has failed, except those that were over before."""
+    for job in jobs:
+        report(LaneRetired(job, reason, step))
 
 
 def key(job: LaneJob) -> Key:

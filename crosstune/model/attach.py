@@ -1,7 +1,8 @@
 """lora.py put into base.py: which layers, where each lane's numbers lie, and lane k's tensors under PEFT's names.
 
-All adapters of a wave are one flat fp32 tensor (K lanes, P numbers); every layer's A and B are views into it, and so
-are their gradients. So clipping, AdamW, the finite check and a checkpoint are operations on rows of one tensor.
+All adapters of a wave are one flat fp32 tensor (shards.py; one a device where the base is spread over several); every
+layer's A and B are views into it, and so are their gradients. So clipping, AdamW, the finite check and a checkpoint are
+operations on rows of one tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from crosstune.model.base import Base
 from crosstune.model.block import FUSED_ON, fused_block, fused_norm
 from crosstune.model.bundle import Bundle, BundledLinear
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
-from crosstune.model.lora import Adapters, Dropout, LaneLinear, Pass
+from crosstune.model.lora import Adapters, LaneLinear, Pass
+from crosstune.model.shards import Shard, Site, lay_out, put, whole
 from crosstune.recipe import Lora
 
 PEFT_PREFIX = "base_model.model."
@@ -44,17 +45,6 @@ class LaneSpec:
     def scale(self) -> float:
         """alpha / rank, or alpha / √rank with rsLoRA."""
         return self.lora.alpha / (math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank)
-
-
-@dataclass(frozen=True)
-class Site:
-    """One adapted layer: its name, sizes, and where its A and B begin in a lane's row of the flat tensor."""
-
-    name: str
-    in_features: int
-    out_features: int
-    a_start: int
-    b_start: int
 
 
 def linear_sizes(base: Base) -> dict[str, tuple[int, int]]:
@@ -79,7 +69,8 @@ def resolve_targets(base: Base, targets: str | Sequence[str]) -> tuple[str, ...]
     """
     names = linear_sizes(base)
     if targets == "all-linear":
-        found = {name for name in names if name != base.head_name and not _is_expert(name)}
+        head = base.head_name
+        found = {name for name in names if name != head and not _is_expert(name)}
         return tuple(name for name in names if name in found)
     wanted = (targets,) if isinstance(targets, str) else tuple(targets)
     found, missing = set(), []
@@ -116,30 +107,55 @@ def _is_expert(name: str) -> bool:
 class Slots:
     """The K places of a wave: flat tensors, the adapted layers, and what is shared while a pass runs.
 
-    `master_KP`, `grad_KP`: fp32. `copy_KP`: the compute type, refreshed once a step (the master itself in fp32).
+    `master_KP`, `grad_KP`, `copy_KP` and `now` are those of the only shard; a spread base has one a device.
     """
 
     def __init__(self, base: Base, specs: Sequence[LaneSpec]) -> None:
         self.base, self.specs = base, list(specs)
-        self.num_lanes, device = len(specs), base.device
+        self.num_lanes = len(specs)
         self.rank = max(spec.lora.rank for spec in specs)
-        self.sites = _lay_out(base, specs, self.rank)
-        self.size = sum(self.rank * (site.in_features + site.out_features) for site in self.sites)
-        self.master_KP = torch.zeros(self.num_lanes, self.size, device=device)
-        self.grad_KP = torch.zeros_like(self.master_KP)
-        same = base.dtype == torch.float32
-        self.copy_KP = (
-            self.master_KP if same else torch.zeros(self.num_lanes, self.size, device=device, dtype=base.dtype)
-        )
-        self.now = Pass(torch.tensor([spec.scale for spec in specs], device=device, dtype=base.dtype))
+        wanted = {name for spec in specs for name in spec.targets}
+        sizes = [(name, size) for name, size in linear_sizes(base).items() if name in wanted]
+        self.sites, self.spans = lay_out(sizes, self.rank, base.place_of)
+        self.size = sum(span.stop - span.start for span in self.spans)
+        scales = [spec.scale for spec in specs]
+        self.shards = [
+            Shard(base, device, scales, max((span.stop for span in self.spans if span.place == place), default=0))
+            for place, device in enumerate(base.devices)
+        ]
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._checkpointed: list[nn.Module] = []
         self._int8: list[nn.Module] = []
         for k, spec in enumerate(specs):
             self.reset(k, spec)
 
+    @property
+    def _only(self) -> Shard:
+        assert len(self.shards) == 1, "the base is spread over devices: there is no one tensor of all adapters"
+        return self.shards[0]
+
+    @property
+    def master_KP(self) -> Tensor:
+        """All adapters, fp32."""
+        return self._only.master_KP
+
+    @property
+    def grad_KP(self) -> Tensor:
+        """Their gradients, fp32."""
+        return self._only.grad_KP
+
+    @property
+    def copy_KP(self) -> Tensor:
+        """All adapters in the compute type."""
+        return self._only.copy_KP
+
+    @property
+    def now(self) -> Pass:
+        """What the adapted layers share while a pass runs."""
+        return self._only.now
+
     def views(self, flat_KP: Tensor, site: Site) -> tuple[Tensor, Tensor]:
-        """A (K, R, I) and B (K, O, R) of one layer, as views."""
+        """A (K, R, I) and B (K, O, R) of one layer, as views of a flat tensor of its shard."""
         end = site.a_start + self.rank * site.in_features
         a = flat_KP[:, site.a_start : end].view(self.num_lanes, self.rank, site.in_features)
         end = site.b_start + self.rank * site.out_features
@@ -149,10 +165,11 @@ class Slots:
         """Replace the target layers by LaneLinear, and let the first layers recompute their activations."""
         modules = dict(self.base.model.named_modules())
         for site in self.sites:
-            a, b = (nn.Parameter(view) for view in self.views(self.master_KP, site))
-            adapters = Adapters(a, b, self.views(self.copy_KP, site), self.views(self.grad_KP, site))
-            layer = LaneLinear(modules[site.name], site.name, self.now, adapters)
-            bundle = Bundle.of([layer], self.now, self.base.dtype)
+            shard = self.shards[site.place]
+            a, b = (nn.Parameter(view) for view in self.views(shard.master_KP, site))
+            adapters = Adapters(a, b, self.views(shard.copy_KP, site), self.views(shard.grad_KP, site))
+            layer = LaneLinear(modules[site.name], site.name, shard.now, adapters)
+            bundle = Bundle.of([layer], shard.now, self.base.dtype)
             layer.alone = None if bundle is None else partial(BundledLinear.apply, bundle, bundle.leaf)
             self._replace(site.name, layer)
         self._int8 = keep_no_inputs(self.base.model)
@@ -178,7 +195,9 @@ class Slots:
         """Put fused nodes in the place of blocks that are known, and of the norm after them."""
         names = {module: name for name, module in self.base.model.named_modules()}
         blocks, dtype = self.base.decoder_layers, self.base.dtype
-        fused: list[nn.Module | None] = [fused_block(block, self.now, dtype) for block in blocks]
+        fused: list[nn.Module | None] = [
+            fused_block(block, self.shards[self.base.place_of(names[block])].now, dtype) for block in blocks
+        ]
         if None in fused:
             return
         ends = list(self.base.decoder.children())
@@ -191,6 +210,8 @@ class Slots:
         parent = self.base.model.get_submodule(parent_name)
         self._replaced.append((parent, leaf, getattr(parent, leaf)))
         setattr(parent, leaf, module)
+        if self.base.spread is not None:
+            self.base.spread.follow(name, module)
 
     def take_out(self) -> None:
         """Leave the base exactly as it was."""
@@ -206,43 +227,53 @@ class Slots:
     def reset(self, k: int, spec: LaneSpec) -> None:
         """Give slot k to a lane: exactly zero but for A's initial values, whatever ran there before."""
         self.specs[k] = spec
-        self.master_KP[k].zero_()
-        self.grad_KP[k].zero_()
         wanted = set(spec.targets)
+        for shard in self.shards:
+            shard.clear(k)
+            shard.now.scale_K[k] = spec.scale
         for site in self.sites:
             if site.name in wanted:
-                a_KRI, _ = self.views(self.master_KP, site)
+                a_KRI, _ = self.views(self.shards[site.place].master_KP, site)
                 a_KRI[k, : spec.lora.rank] = _initial_a(spec, site).to(a_KRI.device)
-        self.now.scale_K[k] = spec.scale
         self.refresh()
 
     def clear(self, k: int) -> None:
         """Empty slot k: the bare base answers there."""
-        self.master_KP[k].zero_()
-        self.grad_KP[k].zero_()
+        for shard in self.shards:
+            shard.clear(k)
         self.refresh()
 
     def refresh(self) -> None:
         """Bring the compute copies up to date with the masters."""
-        if self.copy_KP is not self.master_KP:
-            self.copy_KP.copy_(self.master_KP)
+        for shard in self.shards:
+            shard.refresh()
+
+    def zero_gradients(self) -> None:
+        """Before a step."""
+        for shard in self.shards:
+            shard.grad_KP.zero_()
 
     def begin_pass(self, key_KS: Tensor | None) -> None:
         """Say which tokens come next; `key_KS` (int32) is needed if any lane has dropout."""
         rates = [spec.lora.dropout for spec in self.specs]
-        self.now.dropout = None
-        if key_KS is not None and any(rates):
-            device = self.base.device
-            scale_K = torch.tensor([1 / (1 - rate) for rate in rates], device=device, dtype=self.base.dtype)
-            self.now.dropout = Dropout(key_KS, Dropout.thresholds(rates, device), scale_K)
+        for shard in self.shards:
+            shard.begin_pass(key_KS, rates)
 
-    def adapter(self, k: int, flat_KP: Tensor | None = None) -> dict[str, Tensor]:
+    def row(self, k: int) -> Tensor:
+        """A copy of lane k's whole row: on its device, or on the CPU where there are several."""
+        rows = [shard.master_KP[k] for shard in self.shards]
+        return rows[0].clone() if len(rows) == 1 else whole(rows, self.spans)
+
+    def put_row(self, k: int, row_P: Tensor) -> None:
+        """Put lane k's whole row back."""
+        put(row_P, [shard.master_KP[k] for shard in self.shards], self.spans)
+
+    def adapter(self, k: int) -> dict[str, Tensor]:
         """Lane k's tensors under PEFT's names, on the CPU: `….lora_A.weight` (rank, in), `…B…` (out, rank)."""
-        flat_KP = self.master_KP if flat_KP is None else flat_KP
         rank, wanted, tensors = self.specs[k].lora.rank, set(self.specs[k].targets), {}
         for site in self.sites:
             if site.name in wanted:
-                a_KRI, b_KOR = self.views(flat_KP, site)
+                a_KRI, b_KOR = self.views(self.shards[site.place].master_KP, site)
                 tensors[f"{PEFT_PREFIX}{site.name}.lora_A.weight"] = a_KRI[k, :rank].detach().cpu().clone()
                 tensors[f"{PEFT_PREFIX}{site.name}.lora_B.weight"] = b_KOR[k, :, :rank].detach().cpu().clone()
         return tensors
@@ -259,7 +290,7 @@ class Slots:
         for site in self.sites:
             name = f"{PEFT_PREFIX}{site.name}.lora_A.weight"
             if name in tensors:
-                a_KRI, b_KOR = self.views(self.master_KP, site)
+                a_KRI, b_KOR = self.views(self.shards[site.place].master_KP, site)
                 a_KRI[k, :rank] = tensors[name].to(a_KRI)
                 b_KOR[k, :, :rank] = tensors[f"{PEFT_PREFIX}{site.name}.lora_B.weight"].to(b_KOR)
         self.refresh()
@@ -275,22 +306,6 @@ def attached(base: Base, specs: Sequence[LaneSpec], *, checkpointed_layers: int 
         yield slots
     finally:
         slots.take_out()
-
-
-def _lay_out(base: Base, specs: Sequence[LaneSpec], rank: int) -> list[Site]:
-    """Sites in the model's order. The A of layers under one parent lie together, so that those which read one tensor
-    (query, key, value) can be read as one matrix."""
-    wanted = {name for spec in specs for name in spec.targets}
-    sizes = [(name, size) for name, size in linear_sizes(base).items() if name in wanted]
-    sites, start = [], 0
-    for _, group in groupby(sizes, key=lambda named: named[0].rpartition(".")[0]):
-        members = list(group)
-        b_start = start + rank * sum(inputs for _, (inputs, _) in members)
-        for name, (inputs, outputs) in members:
-            sites.append(Site(name, inputs, outputs, start, b_start))
-            start, b_start = start + rank * inputs, b_start + rank * outputs
-        start = b_start
-    return sites
 
 
 def _initial_a(spec: LaneSpec, site: Site) -> Tensor:

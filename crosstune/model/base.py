@@ -1,4 +1,4 @@
-"""The frozen base model, loaded once: hub id, folder or GGUF file; 16-bit, fp32, int8 or NF4; on exactly one device.
+"""The frozen base model, loaded once: hub id, folder or GGUF file; 16-bit, fp32, int8 or NF4; on one device or over several.
 
 Quirks of transformers and bitsandbytes live here and in attach.py.
 """
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosstune.errors import MissingExtra, ModelError
+from crosstune.errors import MissingExtra, ModelError, first_line
+from crosstune.memory.layout import Layout
 from crosstune.model.attention import attention_name
+from crosstune.model.spread import Spread, device_map, empty_model, loading_map, make_current
 from crosstune.recipe import Model
 
 # At import, bitsandbytes 0.50 advises CPU users to install a kernel package for 4-bit inference; we train.
@@ -38,7 +40,22 @@ class Base:
     device: torch.device
     dtype: torch.dtype  # compute type of hidden states and adapter copies
     name: str
+    spread: Spread | None = None  # which layers lie on which device, if not all on `device`
     _found: dict[str, Any] = field(default_factory=dict)  # flags of a model that was passed in, to give back
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All devices, that of the embeddings first."""
+        return (self.device,) if self.spread is None else self.spread.devices
+
+    def place_of(self, name: str) -> int:
+        """The device of a module, as an index into `devices`."""
+        return 0 if self.spread is None else self.spread.place(name)
+
+    @property
+    def head_device(self) -> torch.device:
+        """Where the output head is."""
+        return self.devices[self.place_of(self.head_name)] if self.spread is not None else self.device
 
     @property
     def decoder(self) -> nn.Module:
@@ -73,7 +90,17 @@ class Base:
         `position_NT` restarts at 0 for each row of a packed sequence; transformers' masks then keep the rows apart
         (with no attention mask and no cache given: masking_utils.find_packed_sequence_indices).
         """
-        return self.decoder(input_ids=ids_NT, position_ids=position_NT, use_cache=False).last_hidden_state
+        with self._on_its_devices():
+            return self.decoder(input_ids=ids_NT, position_ids=position_NT, use_cache=False).last_hidden_state
+
+    @contextmanager
+    def _on_its_devices(self) -> Iterator[None]:
+        """Layers of a spread base make their devices the current one; afterwards the first is again."""
+        try:
+            yield
+        finally:
+            if self.spread is not None:
+                make_current(self.device)
 
     def new_cache(self) -> Any:
         """An empty key-value cache for `hidden_cached`: full or sliding, layer by layer, as the model's config says."""
@@ -88,10 +115,11 @@ class Base:
         """
         # transformers 5.24 renames the argument, and warns of the old name at every call
         name = "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
-        out = self.decoder(
-            input_ids=ids_NT, position_ids=position_NT, attention_mask=mask_NP, use_cache=True, **{name: cache}
-        )
-        return out.last_hidden_state
+        with self._on_its_devices():
+            out = self.decoder(
+                input_ids=ids_NT, position_ids=position_NT, attention_mask=mask_NP, use_cache=True, **{name: cache}
+            )
+        return out.last_hidden_state.to(ids_NT.device)
 
     def logit_rule(self) -> tuple[float, float | None]:
         """(factor, soft cap) between the head's output and the logits: Cohere and Granite scale, Gemma 2 caps."""
@@ -126,8 +154,10 @@ class Base:
         self._found = {}
 
 
-def load_base(model: Model, tokenizer: Any, *, device: torch.device, precision: str) -> Base:
-    """Load the base for `precision` (fp32, bf16, fp16) onto `device`, frozen.
+def load_base(
+    model: Model, tokenizer: Any, *, device: torch.device, precision: str, layout: Layout | None = None
+) -> Base:
+    """Load the base for `precision` (fp32, bf16, fp16) onto `device`, or over the devices of `layout`, frozen.
 
     Raises ModelError where the name leads to no model that can be used, MissingExtra where a package is missing.
     """
@@ -140,19 +170,38 @@ def load_base(model: Model, tokenizer: Any, *, device: torch.device, precision: 
         options |= _dense_gguf()
     if model.quantization != "none":
         options["quantization_config"] = _quantization(model, DTYPES[precision])
+    spread = None
     try:
         with warnings.catch_warnings(), _no_bars():
             warnings.simplefilter("ignore")
+            if layout is not None:
+                spread = _spread(model, layout, DTYPES[precision])
+                options["device_map"] = loading_map(spread)
             loaded = AutoModelForCausalLM.from_pretrained(**place, **options, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"the base model {model.name!r} can't be loaded: {first_line(error)}",
             "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name.",
         ) from None
-    base = Base(loaded, tokenizer, device, DTYPES[precision], Path(model.name).name or model.name)
+    if spread is not None:
+        spread.settle(loaded)
+        device = spread.devices[0]
+    base = Base(loaded, tokenizer, device, DTYPES[precision], Path(model.name).name or model.name, spread)
     base.freeze()
-    _refuse_spread(base)
+    if spread is None:
+        _refuse_spread(base)
     return base
+
+
+def _spread(model: Model, layout: Layout, dtype: torch.dtype) -> Spread:
+    """Which layers go to which device: accelerate's map, from the model's config alone."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(**hub_arguments(model), trust_remote_code=model.trust_remote_code)
+    empty = empty_model(config, dtype)
+    devices = layout.devices
+    places = device_map(empty, devices.kind, layout.room, dtype=dtype, quantization=model.quantization)
+    return Spread(tuple(torch.device(name) for name in devices.names), places)
 
 
 def adopt(model: Any, tokenizer: Any) -> Base:
@@ -183,11 +232,6 @@ def hub_arguments(model: Model) -> dict[str, Any]:
     if model.revision:
         place["revision"] = model.revision
     return place
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of another library's message: the rest is advice about its own options."""
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
 def _dense_gguf() -> dict[str, Any]:
@@ -247,7 +291,7 @@ def _refuse_spread(base: Base) -> None:
     if len(devices) > 1:
         raise ModelError(
             f"the base lies on {', '.join(sorted(devices))}",
-            "Load it on one device: lanes need the whole base in one place.",
+            "Load it on one device, or give its name and set device.layers: balanced.",
         )
 
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from crosstune.model.base import Base
 from crosstune.model.elementwise import runs_triton
 from crosstune.model.lora import LaneLinear
+from crosstune.model.spread import make_current
 
 # Bytes of one chunk's fp32 logits. Large enough that the product with the head runs at full rate (1,000 rows of a
 # 128,256 vocabulary on a GPU, 300 rows of 49,152 on a CPU), small beside everything else.
@@ -43,6 +44,23 @@ def chunk_rows(vocab_size: int, device_type: str) -> int:
 
 def head_loss(base: Base, hidden_NTH: Tensor, index_KS: Tensor, target_KS: Tensor, weight_KS: Tensor) -> HeadLoss:
     """Loss of each target. `index_KS` points into a lane's (rows × T) positions; `weight_KS` is 0 where padded."""
+    if base.spread is not None:
+        return _where_the_head_is(base, hidden_NTH, index_KS, target_KS, weight_KS)
+    return _head_loss(base, hidden_NTH, index_KS, target_KS, weight_KS)
+
+
+def _where_the_head_is(base: Base, hidden_NTH: Tensor, *given: Tensor) -> HeadLoss:
+    """The same, where the base's layers lie on several devices; losses and hits come back to where the targets are."""
+    device, back = base.head_device, given[0].device
+    make_current(device)
+    try:
+        out = _head_loss(base, hidden_NTH.to(device), *(tensor.to(device) for tensor in given))
+    finally:
+        make_current(back)
+    return HeadLoss(out.weighted, out.nll_KS.to(back), out.hit_KS.to(back))
+
+
+def _head_loss(base: Base, hidden_NTH: Tensor, index_KS: Tensor, target_KS: Tensor, weight_KS: Tensor) -> HeadLoss:
     num_lanes, hidden_size = index_KS.shape[0], hidden_NTH.shape[-1]
     hidden_KSH = hidden_NTH.reshape(num_lanes, -1, hidden_size)
     hidden_KSH = hidden_KSH.gather(1, index_KS[:, :, None].expand(-1, -1, hidden_size))
@@ -60,7 +78,12 @@ def head_loss(base: Base, hidden_NTH: Tensor, index_KS: Tensor, target_KS: Tenso
 def next_logits(base: Base, hidden_NH: Tensor) -> Tensor:
     """fp32 logits (N, V) of the token after each hidden state; rows lie lane by lane where the head is adapted."""
     factor, cap = base.logit_rule()
-    return _to_logits(base.head(hidden_NH), factor, cap)
+    if base.spread is None:
+        return _to_logits(base.head(hidden_NH), factor, cap)
+    try:
+        return _to_logits(base.head(hidden_NH), factor, cap).to(hidden_NH.device)
+    finally:
+        make_current(hidden_NH.device)
 
 
 def _to_logits(raw: Tensor, factor: float, cap: float | None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from crosstune.model.attach import Slots
+from crosstune.model.shards import Shard
 from crosstune.recipe import Train
 
 # Loss scaling for fp16, as torch.amp.GradScaler's defaults: start, growth after so many good steps, halving.
@@ -34,7 +35,7 @@ class Judged:
 class LaneAdamW:
     """Moments `m_KP`, `v_KP` (fp32), steps taken `taken_K`, loss scales `scale_K`, `good_K` steps since a change."""
 
-    def __init__(self, slots: Slots, trains: Sequence[Train]) -> None:
+    def __init__(self, slots: Slots | Shard, trains: Sequence[Train]) -> None:
         self.slots = slots
         device, lanes = slots.master_KP.device, slots.num_lanes
         self.m_KP, self.v_KP = torch.zeros_like(slots.master_KP), torch.zeros_like(slots.master_KP)
@@ -44,6 +45,11 @@ class LaneAdamW:
         self.good_K = torch.zeros(lanes, device=device)
         self.clip_K = torch.tensor([train.max_grad_norm for train in trains], device=device)
         self.kernels = [self._kernel(k, train) for k, train in enumerate(trains)]
+
+    @property
+    def parts(self) -> tuple[LaneAdamW, ...]:
+        """One a shard (spread_optimizer.py)."""
+        return (self,)
 
     def _kernel(self, k: int, train: Train) -> torch.optim.AdamW:
         parameter = nn.Parameter(self.slots.master_KP[k])
@@ -80,6 +86,11 @@ class LaneAdamW:
     def judge(self, loss_K: Tensor, active_K: Tensor) -> Judged:
         """All that an update needs. Nothing changes here, and nothing is allocated after it: see train/recover.py."""
         norm_K = torch.linalg.vector_norm(self.slots.grad_KP, dim=1) / self.scale_K
+        return self.judge_norm(norm_K, loss_K, active_K)
+
+    @torch.no_grad()
+    def judge_norm(self, norm_K: Tensor, loss_K: Tensor, active_K: Tensor) -> Judged:
+        """The same from each lane's gradient norm."""
         ok_K = torch.isfinite(norm_K) & torch.isfinite(loss_K)
         # clip_grad_norm_'s rule; a gradient is divided by grad_scale, so its inverse goes in.
         factor_K = (self.clip_K / (norm_K + 1e-6)).clamp(max=1.0)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from crosstune.model.attach import Slots
+from crosstune.model.shards import put, whole
 from crosstune.train.lane import Lane, RowScores, Status
 from crosstune.train.optimizer import LaneAdamW
 
@@ -35,7 +36,8 @@ def pack_wave(
     slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], standing: Standing
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The wave as tensors (on the CPU, and no longer changed by training) and a header."""
-    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _live(slots, optimizer).items()}
+    tensors = {name: whole(parts, slots.spans) for name, parts in _live(slots, optimizer).items()}
+    tensors |= {name: copies[0].detach().to("cpu", copy=True) for name, copies in _alike(optimizer).items()}
     for k, best in standing.best.items():
         tensors[f"best.{k}"] = best.detach().to("cpu", copy=True)
         scores = standing.best_scores[k]
@@ -57,13 +59,17 @@ def unpack_wave(
 ) -> Standing | None:
     """Put a packed wave back, bit for bit, and say how far it had come; None, and nothing touched, if it is another."""
     tensors, meta = packed
-    live = _live(slots, optimizer)
+    live, alike = _live(slots, optimizer), _alike(optimizer)
+    shapes = {**dict.fromkeys(live, (slots.num_lanes, slots.size)), **dict.fromkeys(alike, (slots.num_lanes,))}
     same_lanes = [of_lane["name"] for of_lane in meta["lanes"]] == [lane.job.name for lane in lanes]
-    if not same_lanes or any(name not in tensors or tensors[name].shape != live[name].shape for name in live):
+    if not same_lanes or any(name not in tensors or tensors[name].shape != shapes[name] for name in shapes):
         return None
     with torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(tensors[name])
+        for name, parts in live.items():
+            put(tensors[name], parts, slots.spans)
+        for name, copies in alike.items():
+            for copy in copies:
+                copy.copy_(tensors[name])
     slots.refresh()
     for lane, of_lane in zip(lanes, meta["lanes"], strict=True):
         lane.status = Status(of_lane["status"])
@@ -72,17 +78,25 @@ def unpack_wave(
     standing = Standing(meta["step"], meta["trained"], list(meta["due"]))
     for k in range(len(lanes)):
         if f"best.{k}" in tensors:
-            standing.best[k] = tensors[f"best.{k}"].to(slots.master_KP.device)
+            standing.best[k] = tensors[f"best.{k}"].to(slots.base.device)
             standing.best_scores[k] = RowScores(*(tensors[f"best.{k}.{name}"].numpy() for name in _OF_SCORES))
     return standing
 
 
-def _live(slots: Slots, optimizer: LaneAdamW) -> dict[str, Tensor]:
+def _live(slots: Slots, optimizer: LaneAdamW) -> dict[str, list[Tensor]]:
+    """Tensors of (lanes, numbers), by shard."""
     return {
-        "parameters": slots.master_KP,
-        "m": optimizer.m_KP,
-        "v": optimizer.v_KP,
-        "taken": optimizer.taken_K,
-        "loss_scale": optimizer.scale_K,
-        "good_steps": optimizer.good_K,
+        "parameters": [shard.master_KP for shard in slots.shards],
+        "m": [part.m_KP for part in optimizer.parts],
+        "v": [part.v_KP for part in optimizer.parts],
+    }
+
+
+def _alike(optimizer: LaneAdamW) -> dict[str, list[Tensor]]:
+    """Tensors of (lanes,), the same for every shard."""
+    parts = optimizer.parts
+    return {
+        "taken": [part.taken_K for part in parts],
+        "loss_scale": [part.scale_K for part in parts],
+        "good_steps": [part.good_K for part in parts],
     }

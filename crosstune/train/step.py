@@ -77,7 +77,7 @@ def train_step(slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], batche
     be done again (train/recover.py).
     """
     device = slots.base.device
-    slots.grad_KP.zero_()
+    slots.zero_gradients()
     loss_K = torch.zeros(len(lanes), device=device)
     for batch in batches:
         loss_K += run_pass(slots, DeviceBatch.of(batch, device))

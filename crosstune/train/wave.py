@@ -24,8 +24,8 @@ from crosstune.train.checkpoint import Checkpoints, no_checkpoints
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.fault import blame_each, blamed, blamed_on_wave
 from crosstune.train.lane import Lane, LaneJob, RowScores, Status
-from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.recover import PlanChanged, is_out_of_memory, smaller_plan, survive
+from crosstune.train.spread_optimizer import lane_adamw
 from crosstune.train.state import Standing, pack_wave, unpack_wave
 from crosstune.train.step import LENGTH_MULTIPLE, StepResult, step_batches, train_step
 
@@ -191,7 +191,7 @@ class _Wave:
     ) -> None:
         self.slots, self.lanes, self.tokens, self.plan = slots, lanes, tokens, plan
         self.report, self.checkpoints, self.given_up, self.progress = report, checkpoints, given_up, progress
-        self.optimizer = LaneAdamW(slots, [lane.job.train for lane in lanes])
+        self.optimizer = lane_adamw(slots, [lane.job.train for lane in lanes])
         self.standing = Standing()
         self.begun = time.monotonic()
         self.last: StepResult | None = None
@@ -347,7 +347,7 @@ class _Wave:
     def _keep(self, k: int, scores: RowScores) -> None:
         if self.lanes[k].job.train.keep == "best":
             best, adapter = self._survive(
-                "keeping an adapter", lambda: (self.slots.master_KP[k].clone(), self.slots.adapter(k))
+                "keeping an adapter", lambda: (self.slots.row(k), self.slots.adapter(k))
             )
             self.standing.best[k], self.standing.best_scores[k] = best, scores
             self.report(StepKept(self.lanes[k].job, self.lanes[k].step, adapter))
@@ -355,7 +355,7 @@ class _Wave:
     def _finish(self, k: int, scores: RowScores) -> None:
         lane, kept = self.lanes[k], self.lanes[k].step
         if k in self.standing.best:
-            self.slots.master_KP[k].copy_(self.standing.best.pop(k))
+            self.slots.put_row(k, self.standing.best.pop(k))
             kept, scores = lane.best_step, self.standing.best_scores.pop(k)
         if lane.status is Status.RUNNING:
             lane.status = Status.DONE

@@ -1,0 +1,115 @@
+"""crosstune's public call, several times in one process: the first is the whole, the later ones are steady.
+
+A call is everything after loading: lint, plan, capture and compilation, scores of the untuned base, training, scores,
+adapters and journal on disk. Inside it a wave is what a loop over folds also does: adapters put on, trained, scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import crosstune
+from bench.folds.job import Job, prepare
+from bench.folds.machine import card, emit, now, peaks, start_peak, versions
+from bench.folds.peer import Counted
+from bench.shapes import tokenizer
+from crosstune.data.batches import Batch
+from crosstune.progress import Quiet
+from crosstune.store.run import Run
+from crosstune.train.step import DeviceBatch
+
+WAVE_FACTS = {"steps", "tokens", "seconds", "live_bytes_before", "live_bytes_after", "peak_bytes"}
+JOURNAL_FACTS = {"lanes", "event", "at"}  # of every line
+TRIALS = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2)  # times the learning rate: eight trials, the first as everywhere
+
+
+def run_ours(model: Any, job: Job, lanes: int, options: argparse.Namespace) -> None:
+    """Call `options.calls` times; a line each, and one for all. One lane alone: one call of a wave a fold."""
+    rows = prepare(job, model).digest()
+    calls = []
+    for number in range(1 if lanes == 1 else options.calls):
+        calls.append(call(model, job, lanes))
+        emit("call", contestant="crosstune", tokens=job.name, lanes=lanes, number=number, **calls[-1])
+    emit(
+        "result", contestant="crosstune", tokens=job.name, lanes=lanes, folds=job.folds, **together(calls, lanes),
+        rows=rows, card=card(), versions=versions(),
+    )  # fmt: skip
+
+
+def together(calls: list[dict[str, Any]], lanes: int) -> dict[str, Any]:
+    """The first call is whole; later calls, or with one lane a wave the later waves, are steady."""
+    first, later = calls[0], calls[1:] or calls
+    waves = [sum(each["waves_s"]) for each in later]
+    calls_s = [each["seconds"] for each in later]
+    if lanes == 1:
+        alone = first["waves_s"]
+        waves = [len(alone) * statistics.median(alone[1:] or alone)]
+    return {
+        "whole_s": first["seconds"],
+        "steady_s": statistics.median(waves),
+        "steady_call_s": statistics.median(calls_s),
+        "calls_s": [each["seconds"] for each in calls],
+        "waves_s": [each["waves_s"] for each in calls],
+        "split": later[-1]["split"],
+        **{
+            name: later[-1][name]
+            for name in ("losses", "base_losses", "train_waste", "evaluate_waste", "plan", "tokens_trained")
+        },
+        **{
+            name: max((each[name] for each in calls), key=lambda gib: gib or 0) for name in ("peak_gib", "reserved_gib")
+        },
+        "failed": sum(each["failed"] for each in calls),
+    }
+
+
+def call(model: Any, job: Job, lanes: int) -> dict[str, Any]:
+    """One cross-validation: its seconds, what its journal says, padding, peak memory, losses."""
+    start_peak()
+    words: dict[str, Any] = {"device": {"lanes": 1}} if lanes == 1 else {}
+    if lanes > job.folds:
+        words["sweep"] = {"train.learning_rate": [share * job.learning_rate for share in TRIALS[: lanes // job.folds]]}
+    with tempfile.TemporaryDirectory() as folder, counting() as (train, evaluated):
+        began = now()
+        result = crosstune.cross_validate(
+            model=model, tokenizer=tokenizer(), output=f"{folder}/run", progress=Quiet(), **words, **job.settings()
+        )
+        seconds = now() - began
+        run = Run.read(result.run)
+        waves, plan = run.events("wave_finished"), run.events("plan")[-1]
+    folds = sorted(result.trials[0]["folds"], key=lambda fold: fold["fold"])
+    return {
+        "seconds": seconds,
+        "waves_s": [wave["seconds"] for wave in waves],
+        "split": {k: v for k, v in waves[-1].items() if k not in WAVE_FACTS | JOURNAL_FACTS},
+        "tokens_trained": sum(wave["tokens"] for wave in waves),
+        "plan": {key: plan[key] for key in ("device.lanes", "device.micro_batch", "device.checkpointing")},
+        "losses": [fold["loss"] for fold in folds],
+        "base_losses": [fold["base_loss"] for fold in folds],
+        "train_waste": train.waste(),
+        "evaluate_waste": evaluated.waste(),
+        "failed": len(result.failed),
+        **peaks(),
+    }
+
+
+@contextmanager
+def counting() -> Iterator[tuple[Counted, Counted]]:
+    """Tokens of every batch that goes to the device: those trained on, those evaluated."""
+    train, evaluated = Counted(), Counted()
+    move = DeviceBatch.of
+
+    def counted(batch: Batch, device: torch.device) -> DeviceBatch:
+        seen = evaluated if torch.is_inference_mode_enabled() else train
+        seen.add(batch.ids_NT.size, batch.num_tokens)
+        return move(batch, device)
+
+    with patch.object(DeviceBatch, "of", counted):
+        yield train, evaluated

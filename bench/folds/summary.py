@@ -1,0 +1,128 @@
+"""Lines of contestants → a row a length: ratios, the floor's share, whether the losses agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+SMALL = ("trl-small", "unsloth-small")
+OTHER_STEPS = ("trl-grouped",)  # other rows make up a step
+# Largest difference of a fold's loss that is noise, as a share of what the fold learnt. CPU: sums in another order;
+# GPU: products in bf16, adapters in bf16 (TRL) or fp32.
+NOISE = {"CPU": 0.01, "GPU": 0.05}
+Line = dict[str, Any]
+
+
+def summaries(lines: Iterable[Line]) -> list[Line]:
+    """One a job that crosstune finished. Of what was run twice, the newest counts."""
+    newest: dict[tuple[Any, ...], Line] = {}
+    for line in lines:
+        if line["kind"] in ("result", "floor"):
+            newest[(line["contestant"], line["tokens"], line.get("lanes"), line.get("cap_gib"))] = line
+    ours = [line for line in newest.values() if line["contestant"] == "crosstune"]
+    return [summary(line, beside(line, newest.values())) for line in ours]
+
+
+def beside(ours: Line, lines: Iterable[Line]) -> list[Line]:
+    """What others did of the same job, with the same memory; the floor knows no memory."""
+    return [
+        line
+        for line in lines
+        if line["tokens"] == ours["tokens"] and line["contestant"] != "crosstune"
+        if line["kind"] == "floor" or line.get("cap_gib") == ours.get("cap_gib")
+    ]
+
+
+def summary(ours: Line, lines: list[Line]) -> Line:
+    """One row. With one lane all seconds are of one fold; else of all lanes, against as many of the loop's folds."""
+    results = [line for line in lines if line["kind"] == "result"]
+    floor = next((line for line in lines if line["kind"] == "floor"), None)
+    scale = ours["lanes"] / ours["folds"]  # jobs of K folds
+    mine = 1 / ours["folds"] if ours["lanes"] == 1 else 1.0
+    row = {
+        "tokens": ours["tokens"], "lanes": ours["lanes"], "cap_gib": ours.get("cap_gib"),
+        "steady_s": mine * ours["steady_s"],
+        "steady_call_s": ours["steady_call_s"] if ours["lanes"] > 1 else None,
+        "whole_s": ours["whole_s"] if ours["lanes"] > 1 else None,
+        "steady_s_a_lane": mine * ours["steady_s"] / ours["lanes"], "peak_gib": ours["peak_gib"],
+        "losses_agree": agreement(ours, results),
+    }  # fmt: skip
+    for name, found in (("small", small(results)), ("best", best(results))):
+        if found is None:
+            continue
+        row[name] = found["contestant"]
+        row[f"{name}_peak_gib"] = found["peak_gib"]
+        row[f"{name}_steady_s"] = scale * found["steady_s"]
+        row[f"{name}_steady_x"] = row[f"{name}_steady_s"] / row["steady_s"]
+        if row["whole_s"]:
+            row[f"{name}_whole_s"] = scale * found["whole_s"]
+            row[f"{name}_whole_x"] = row[f"{name}_whole_s"] / row["whole_s"]
+            row[f"{name}_steady_call_x"] = row[f"{name}_steady_s"] / row["steady_call_s"]
+    if floor is not None:
+        row["floor_s"] = scale * floor["seconds"]
+        row["floor_share"] = row["floor_s"] / row["steady_s"]
+    return row
+
+
+def small(results: list[Line]) -> Line | None:
+    """TRL with small-card settings."""
+    return next((line for line in results if line["contestant"] == "trl-small"), None)
+
+
+def best(results: list[Line]) -> Line | None:
+    """The fastest of all others."""
+    return min(
+        (line for line in results if line["contestant"] not in SMALL), key=lambda line: line["steady_s"], default=None
+    )
+
+
+def agreement(ours: Line, results: list[Line]) -> Line:
+    """Largest difference of a fold's held-out loss from crosstune's, by contestant; whether that is noise.
+
+    What a fold learnt is the untuned base's loss less its own. Where other rows make up a step the difference is listed
+    and not judged.
+    """
+    apart, shares = {}, []
+    for line in results:
+        pairs = list(zip(ours["losses"], line["losses"], ours["base_losses"], strict=False))
+        apart[line["contestant"]] = round(max(abs(mine - other) for mine, other, _ in pairs), 5)
+        if line["contestant"] not in OTHER_STEPS:
+            shares += [abs(mine - other) / abs(base - mine) for mine, other, base in pairs]
+    same_rows = len({line["rows"] for line in (ours, *results)}) == 1
+    noise = NOISE["CPU" if ours["card"] == "CPU" else "GPU"]
+    return {
+        "within_noise": same_rows and all(share <= noise for share in shares),
+        "same_rows": same_rows,
+        "learnt": round(sum(ours["base_losses"]) / len(ours["losses"]) - sum(ours["losses"]) / len(ours["losses"]), 4),
+        "largest_share": round(max(shares, default=0.0), 4),
+        "apart": apart,
+    }
+
+
+COLUMNS = {
+    "tokens": "tokens", "lanes": "lanes", "crosstune s": "steady_s", "call s": "steady_call_s", "whole s": "whole_s",
+    "small s": "small_steady_s", "best": "best", "best s": "best_steady_s", "× small": "small_steady_x",
+    "× best": "best_steady_x", "whole × small": "small_whole_x", "whole × best": "best_whole_x",
+    "floor s": "floor_s", "floor share": "floor_share",
+}  # fmt: skip
+
+
+def show(rows: list[Line]) -> None:
+    """A table on the terminal (stderr: stdout holds the lines)."""
+    table = Table(title="steady, unless it says whole")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(cell(row.get(key)) for key in COLUMNS.values()))
+    console = Console(stderr=True, width=None if Console(stderr=True).is_terminal else 180)
+    console.print(table)
+
+
+def cell(value: Any) -> str:
+    """A number in three digits."""
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if isinstance(value, float) and value < 1000 else str(value)

@@ -2,6 +2,8 @@
 
 A call is everything after loading: lint, plan, capture and compilation, scores of the untuned base, training, scores,
 adapters and journal on disk. Inside it a wave is what a loop over folds also does: adapters put on, trained, scored.
+Steady is a wave of a later call whose first step counts as its median one, as the loop's first fold doesn't count; with
+rows of unlike lengths, where steps differ, it is the wave as it is.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from unittest.mock import patch
 import torch
 
 import crosstune
+from bench.folds.clock import StageClock
 from bench.folds.job import Job, prepare
 from bench.folds.machine import card, emit, now, peaks, start_peak, versions
 from bench.folds.peer import Counted
 from bench.shapes import tokenizer
 from crosstune.data.batches import Batch
-from crosstune.progress import Quiet
 from crosstune.store.run import Run
 from crosstune.train.step import DeviceBatch
 
@@ -48,13 +50,16 @@ def together(calls: list[dict[str, Any]], lanes: int) -> dict[str, Any]:
     """The first call is whole; later calls, or with one lane a wave the later waves, are steady."""
     first, later = calls[0], calls[1:] or calls
     waves = [sum(each["waves_s"]) for each in later]
+    steady = [sum(each["steady_waves_s"]) for each in later]
     calls_s = [each["seconds"] for each in later]
     if lanes == 1:
-        alone = first["waves_s"]
-        waves = [len(alone) * statistics.median(alone[1:] or alone)]
+        alone, count = first["waves_s"], len(first["waves_s"])
+        waves = [count * statistics.median(alone[1:] or alone)]
+        steady = [count * statistics.median(first["steady_waves_s"][1:] or first["steady_waves_s"])]
     return {
         "whole_s": first["seconds"],
-        "steady_s": statistics.median(waves),
+        "steady_s": statistics.median(steady),
+        "steady_wave_s": statistics.median(waves),
         "steady_call_s": statistics.median(calls_s),
         "calls_s": [each["seconds"] for each in calls],
         "waves_s": [each["waves_s"] for each in calls],
@@ -76,10 +81,11 @@ def call(model: Any, job: Job, lanes: int) -> dict[str, Any]:
     words: dict[str, Any] = {"device": {"lanes": 1}} if lanes == 1 else {}
     if lanes > job.folds:
         words["sweep"] = {"train.learning_rate": [share * job.learning_rate for share in TRIALS[: lanes // job.folds]]}
+    clock = StageClock()
     with tempfile.TemporaryDirectory() as folder, counting() as (train, evaluated):
         began = now()
         result = crosstune.cross_validate(
-            model=model, tokenizer=tokenizer(), output=f"{folder}/run", progress=Quiet(), **words, **job.settings()
+            model=model, tokenizer=tokenizer(), output=f"{folder}/run", progress=clock, **words, **job.settings()
         )
         seconds = now() - began
         run = Run.read(result.run)
@@ -88,7 +94,11 @@ def call(model: Any, job: Job, lanes: int) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "waves_s": [wave["seconds"] for wave in waves],
-        "split": {k: v for k, v in waves[-1].items() if k not in WAVE_FACTS | JOURNAL_FACTS},
+        "steady_waves_s": [
+            wave["seconds"] - (aside if job.tokens else 0) for wave, aside in zip(waves, clock.aside(), strict=True)
+        ],
+        "split": {**clock.split(), **{k: v for k, v in waves[-1].items() if k not in WAVE_FACTS | JOURNAL_FACTS}},
+        "said": [text for text in clock.said if "plan" in text or "recorded" in text or "memory" in text],
         "tokens_trained": sum(wave["tokens"] for wave in waves),
         "plan": {key: plan[key] for key in ("device.lanes", "device.micro_batch", "device.checkpointing")},
         "losses": [fold["loss"] for fold in folds],

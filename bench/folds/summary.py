@@ -45,6 +45,7 @@ def summary(ours: Line, lines: list[Line]) -> Line:
     row = {
         "tokens": ours["tokens"], "lanes": ours["lanes"], "cap_gib": ours.get("cap_gib"),
         "steady_s": mine * ours["steady_s"],
+        "steady_wave_s": mine * ours["steady_wave_s"],
         "steady_call_s": ours["steady_call_s"] if ours["lanes"] > 1 else None,
         "whole_s": ours["whole_s"] if ours["lanes"] > 1 else None,
         "steady_s_a_lane": mine * ours["steady_s"] / ours["lanes"], "peak_gib": ours["peak_gib"],
@@ -57,6 +58,7 @@ def summary(ours: Line, lines: list[Line]) -> Line:
         row[f"{name}_peak_gib"] = found["peak_gib"]
         row[f"{name}_steady_s"] = scale * found["steady_s"]
         row[f"{name}_steady_x"] = row[f"{name}_steady_s"] / row["steady_s"]
+        row[f"{name}_steady_wave_x"] = row[f"{name}_steady_s"] / row["steady_wave_s"]
         if row["whole_s"]:
             row[f"{name}_whole_s"] = scale * found["whole_s"]
             row[f"{name}_whole_x"] = row[f"{name}_whole_s"] / row["whole_s"]
@@ -103,10 +105,11 @@ def agreement(ours: Line, results: list[Line]) -> Line:
 
 
 COLUMNS = {
-    "tokens": "tokens", "lanes": "lanes", "crosstune s": "steady_s", "call s": "steady_call_s", "whole s": "whole_s",
-    "small s": "small_steady_s", "best": "best", "best s": "best_steady_s", "× small": "small_steady_x",
-    "× best": "best_steady_x", "whole × small": "small_whole_x", "whole × best": "best_whole_x",
-    "floor s": "floor_s", "floor share": "floor_share",
+    "tokens": "tokens", "lanes": "lanes", "crosstune s": "steady_s", "wave s": "steady_wave_s",
+    "call s": "steady_call_s", "whole s": "whole_s", "small s": "small_steady_s", "best": "best",
+    "best s": "best_steady_s", "× small": "small_steady_x", "× best": "best_steady_x",
+    "whole × small": "small_whole_x", "whole × best": "best_whole_x", "floor s": "floor_s",
+    "floor share": "floor_share",
 }  # fmt: skip
 
 

@@ -1,0 +1,205 @@
+"""The speed bench: every contestant does the same work, and what is counted and reckoned is right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.folds import job as jobs
+from bench.folds.job import Job, base_parameters, prepare
+from bench.folds.machine import mark_quantized
+from bench.folds.peer import STYLES, run_peer
+from bench.folds.summary import summaries
+from bench.shapes import random_model
+
+ROOT = Path(__file__).parent.parent
+VOCAB, LENGTHS = 384, [9, 31, 12, 17, 40, 23, 8, 28, 14, 36]
+
+
+@pytest.fixture
+def mixed(tmp_path, monkeypatch) -> Job:
+    """Ten rows of unlike lengths; a learning rate at which four steps change the loss by much more than 1e-3."""
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps({"tokens": LENGTHS}))
+    monkeypatch.setattr(jobs, "LENGTHS", file)
+    return Job(tokens=0, rows=20, folds=5, learning_rate=0.02)
+
+
+@pytest.fixture
+def base():
+    return random_model("tiny", "none", torch.device("cpu"), vocab=VOCAB)
+
+
+def lines_of(capsys) -> list[dict]:
+    return [json.loads(text) for text in capsys.readouterr().out.splitlines() if text.startswith("{")]
+
+
+def peer_lines(base, name: str, job: Job, capsys) -> list[dict]:
+    if name.startswith("trl"):
+        # before 1.16 TRL's fused head is a Triton kernel wherever Triton is installed, on a CPU too
+        pytest.importorskip("trl", minversion="1.16")
+        from bench.folds.trl_loop import TrlPeer as Loop
+    else:
+        from bench.folds.peft_loop import PeftPeer as Loop
+    model = mark_quantized(base, "none")
+    run_peer(Loop(model, STYLES[name]), name, prepare(job, model), folds=5)
+    return lines_of(capsys)
+
+
+def our_lines(base, job: Job, lanes: int, capsys) -> list[dict]:
+    from bench.folds.ours import run_ours
+
+    run_ours(base, job, lanes, argparse.Namespace(calls=2))
+    return lines_of(capsys)
+
+
+@pytest.mark.parametrize("name", ["trl-small", "trl-best", "trl-free", "peft"])
+def test_contestants_see_the_same_rows_and_reach_the_same_losses(base, mixed, name, capsys):
+    ours = our_lines(base, mixed, 5, capsys)[-1]
+    theirs = peer_lines(base, name, mixed, capsys)
+    assert [line["kind"] for line in theirs] == ["fold"] * 5 + ["result"]
+    assert theirs[-1]["rows"] == ours["rows"]
+    learnt = [before - after for before, after in zip(ours["base_losses"], ours["losses"], strict=True)]
+    assert min(learnt) > 0.1
+    assert theirs[-1]["losses"] == pytest.approx(ours["losses"], abs=1e-3)
+    said = summaries([ours, theirs[-1]])[0]["losses_agree"]
+    assert said["within_noise"] and said["same_rows"]
+
+
+def test_a_loop_leaves_the_base_as_it_was(base, mixed, capsys):
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    once = peer_lines(base, "peft", mixed, capsys)[-1]
+    again = peer_lines(base, "peft", mixed, capsys)[-1]
+    assert once["losses"] == again["losses"]
+    after = base.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_other_learning_rates_are_not_taken_for_noise(base, mixed, capsys):
+    ours = our_lines(base, mixed, 5, capsys)[-1]
+    slower = Job(mixed.tokens, mixed.rows, mixed.folds, learning_rate=mixed.learning_rate / 2)
+    theirs = peer_lines(base, "peft", slower, capsys)[-1]
+    assert not summaries([ours, theirs])[0]["losses_agree"]["within_noise"]
+
+
+def test_padding_is_counted_on_every_side(base, mixed, capsys):
+    """The padded tokens of the loop, step by step in plain code; padding-free has none."""
+    prepared = prepare(mixed, base)
+    computed = real = 0
+    for fold in prepared.folds:
+        order = [int(prepared.tokens.lengths[row]) for row in prepared.order(fold)]
+        for start in range(0, len(order), 4):
+            batch = order[start : start + 4]
+            computed, real = computed + len(batch) * max(batch), real + sum(batch)
+    assert peer_lines(base, "peft", mixed, capsys)[-1]["train_waste"] == pytest.approx(1 - real / computed, abs=1e-6)
+    assert peer_lines(base, "trl-best", mixed, capsys)[-1]["train_waste"] == pytest.approx(
+        1 - real / computed, abs=1e-6
+    )
+    assert peer_lines(base, "trl-free", mixed, capsys)[-1]["train_waste"] == 0
+    ours = our_lines(base, mixed, 5, capsys)[-1]
+    assert 0 <= ours["train_waste"] < 1 and ours["tokens_trained"] == real
+
+
+def test_one_lane_alone_is_a_wave_a_fold_and_forty_are_eight_trials(base, capsys):
+    job = Job(tokens=12, rows=20, folds=5, learning_rate=0.02)
+    alone, together, many = (our_lines(base, job, lanes, capsys)[-1] for lanes in (1, 5, 40))
+    assert [len(call) for call in alone["waves_s"]] == [5]
+    assert alone["losses"] == pytest.approx(together["losses"], abs=1e-4)
+    assert many["losses"] == pytest.approx(together["losses"], abs=1e-4)
+    assert many["tokens_trained"] == 8 * together["tokens_trained"]
+
+
+def test_steady_leaves_out_no_more_than_what_a_first_step_takes_longer(base, capsys):
+    line = our_lines(base, Job(tokens=12, rows=20, folds=5), 5, capsys)
+    for call in line[:-1]:
+        extra = max(0.0, call["split"]["first step"] - call["split"]["median step"])
+        assert call["waves_s"][0] - call["steady_waves_s"][0] == pytest.approx(extra, abs=1e-5)
+    assert line[-1]["steady_s"] == line[1]["steady_waves_s"][0]
+
+
+def test_the_floors_operations_are_those_that_pytorch_counts(base):
+    """4 FLOP a token and parameter for training: the embeddings get no gradient, but the first layer's input does."""
+    ids = torch.randint(VOCAB, (3, 16))
+    embedded = base.get_input_embeddings()(ids).requires_grad_()
+    with FlopCounterMode(display=False) as trained:
+        base(inputs_embeds=embedded).logits.sum().backward()
+    with FlopCounterMode(display=False) as scored, torch.no_grad():
+        base(ids)
+
+    def products(counter: FlopCounterMode) -> int:
+        return sum(
+            n
+            for op, n in counter.get_flop_counts()["Global"].items()
+            if op in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        )
+
+    parameters = base_parameters("tiny", VOCAB)
+    assert products(trained) == 4 * parameters * ids.numel()
+    assert products(scored) == 2 * parameters * ids.numel()
+    job = Job(tokens=16, rows=20, folds=5)
+    assert job.flops("tiny", VOCAB) == 16 * (4 * 16 * 5 + 2 * 4 * 5) * parameters
+
+
+def result(contestant: str, **facts) -> dict:
+    facts = {
+        "tokens": "128", "lanes": 1, "folds": 5, "peak_gib": 9.0, "rows": "same", "card": "NVIDIA H200", "losses": [9.0] * 5,
+        "steady_s": 25.0, "whole_s": 30.0, **facts,
+    }  # fmt: skip
+    return {"kind": "result", "contestant": contestant, **facts}
+
+
+def ours(lanes: int = 5, **facts) -> dict:
+    facts = {
+        "steady_s": 2.0,
+        "steady_wave_s": 2.5,
+        "steady_call_s": 3.0,
+        "whole_s": 4.0,
+        "base_losses": [12.0] * 5,
+        **facts,
+    }
+    return result("crosstune", lanes=lanes, **facts)
+
+
+def test_ratios_are_per_five_folds_per_one_and_per_forty():
+    peers = [result("trl-small", steady_s=110.0, whole_s=120.0), result("trl-best"), result("unsloth", steady_s=20.0)]
+    floor = {"kind": "floor", "contestant": "floor", "tokens": "128", "seconds": 1.0}
+    alone, five, forty = summaries([ours(1), ours(5), ours(40, steady_s=8.0), *peers, floor])
+    assert (five["small_steady_x"], five["best_steady_x"], five["best"]) == (55.0, 10.0, "unsloth")
+    assert (five["small_whole_x"], five["best_whole_x"], five["floor_share"]) == (30.0, 7.5, 0.5)
+    assert (five["best_steady_wave_x"], five["best_steady_call_x"]) == (8.0, pytest.approx(20 / 3))
+    assert (alone["steady_s"], alone["small_steady_s"], alone["small_steady_x"]) == (0.4, 22.0, pytest.approx(55.0))
+    assert alone["floor_s"] == 0.2 and alone["whole_s"] is None
+    assert (forty["steady_s_a_lane"], forty["best_steady_s"], forty["best_steady_x"]) == (0.2, 160.0, 20.0)
+
+
+def test_only_what_had_the_same_memory_is_compared_and_the_newest_counts():
+    lines = [ours(), ours(cap_gib=16.0, steady_s=5.0), result("trl-best", steady_s=99.0), result("trl-best"),
+             result("trl-best", cap_gib=16.0, steady_s=50.0)]  # fmt: skip
+    free, small = summaries(lines)
+    assert (free["best_steady_s"], small["best_steady_s"]) == (25.0, 50.0)
+
+
+def test_other_rows_are_not_the_same_work():
+    found = summaries([ours(), result("trl-best", rows="others")])[0]["losses_agree"]
+    assert not found["within_noise"] and not found["same_rows"]
+
+
+def test_lines_reach_stdout_and_the_file_and_what_is_missing_is_said(tmp_path):
+    """The floor in its own process; a contestant that isn't installed is a line, not a failure."""
+    out = tmp_path / "lines.jsonl"
+    command = [sys.executable, "-m", "bench.folds", "--shape", "tiny", "--quantization", "none", "--tokens", "16",
+               "--contestants", "floor", "unsloth", "--out", str(out)]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == out.read_text()
+    lines = [json.loads(text) for text in done.stdout.splitlines()]
+    assert [line["kind"] for line in lines[:2]] == ["env", "floor"]
+    assert lines[1]["flops"] == Job(16).flops("tiny", VOCAB)
+    assert lines[2]["kind"] in ("absent", "failed", "fold")  # where Unsloth is installed it needs a GPU

@@ -1,11 +1,13 @@
 """From the winning setting to one adapter trained on all rows; or an ordinary fine-tune where there was no contest.
 
 fit("runs/rows")                    the best trial of a run, ended at the epoch that its folds found best
-fit("recipe.yaml", held_out=0.1)    no folds: a recipe as it stands, several seeds as lanes side by side
+fit("recipe.yaml", held_out=0.1)    no folds: a recipe as it stands
+fit(["a.yaml", "b.yaml"], seeds=[1, 2])    several recipes over one base and the same rows, several seeds: side by side
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -34,8 +36,12 @@ if TYPE_CHECKING:
     from crosstune.workers.ray import RayWorkers
 
 
+Source = Recipe | str | os.PathLike[str] | Mapping[str, Any]
+MAY_DIFFER = ("lora", "train")  # between recipes that are fitted together; the rest is shared by all lanes
+
+
 def fit(
-    source: Recipe | str | os.PathLike[str] | Mapping[str, Any],
+    source: Source | Sequence[Source],
     *,
     trial: int | str = "best",
     data: Any = None,
@@ -48,7 +54,8 @@ def fit(
 ) -> Fit:
     """Train one adapter on all rows, and write it with tokenizer, stop tokens and card.
 
-    source     a run's folder: its best trial (or `trial`) on all its rows; or a recipe, without folds
+    source     a run's folder: its best trial (or `trial`) on all its rows; or a recipe, without folds; or several
+               recipes that differ in lora and train only: one adapter each, trained side by side
     trial      "best" or a number, where `source` is a run
     data       rows in memory, where the run or recipe was made from such
     model      a transformers model in memory with its `tokenizer`, likewise
@@ -65,8 +72,9 @@ def fit(
             raise RecipeError("held_out is given, and a run's fit takes all rows", "Its folds have scored it already.")
         task = _from_run(Path(source), trial, gather_run(Path(source), data, model, tokenizer))
     else:
-        asked = gather(source, data=data, model=model, tokenizer=tokenizer, sections={})  # type: ignore[arg-type]
-        task = _from_recipe(asked, held_out, seeds)
+        several = source if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+        every = [gather(one, data=data, model=model, tokenizer=tokenizer, sections={}) for one in several]
+        task = _from_recipes(every, held_out, seeds)
     with random_state_kept(), Interrupts().caught() as interrupts:
         return _fit(task, again, progress, interrupts)
 
@@ -111,21 +119,55 @@ def _from_run(folder: Path, trial: int | str, asked: Asked) -> Task:
     return Task(asked, (chosen,), expected={chosen.index: expected_of(Run.read(folder), chosen)})
 
 
-def _from_recipe(asked: Asked, held_out: float | None, seeds: Sequence[int]) -> Task:
-    recipe = asked.recipe
-    if recipe.sweep:
-        raise RecipeError(
-            "the recipe has a sweep: which of its settings is to be fitted isn't known yet",
-            f"Run it, then fit the winner: crosstune fit {recipe.output}",
-        )
+def _from_recipes(every: Sequence[Asked], held_out: float | None, seeds: Sequence[int]) -> Task:
     if held_out is not None and not 0 < held_out < 1:
         raise RecipeError(f"held_out is {held_out}", "Give a share between 0 and 1, such as 0.1.")
-    if recipe.train.stop is not None and recipe.train.stop.on == "held_out" and held_out is None:
+    for recipe in (asked.recipe for asked in every):
+        if recipe.sweep:
+            raise RecipeError(
+                "the recipe has a sweep: which of its settings is to be fitted isn't known yet",
+                f"Run it, then fit the winner: crosstune fit {recipe.output}",
+            )
+        if recipe.train.stop is not None and recipe.train.stop.on == "held_out" and held_out is None:
+            raise RecipeError(
+                "train.stop.on is held_out, and no row is held out", "Give held_out=0.1, or stop on own_rows."
+            )
+    asked = every[0]
+    of_seeds = [{"train.seed": seed} for seed in seeds] or [{}]
+    settings = [own | seed for own in _differences([one.recipe for one in every]) for seed in of_seeds]
+    return Task(asked, tuple(make_trial(asked.recipe, i, setting) for i, setting in enumerate(settings)), held_out)
+
+
+def _differences(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
+    """What each recipe sets that isn't the same in all: lora and train by dotted name. Refuses other differences."""
+    trees = [recipe.model_dump() for recipe in recipes]
+    flat = [
+        {f"{name}.{key}": value for name, part in tree.items() for key, value in _parts(part).items()} for tree in trees
+    ]
+    differing = [name for name in flat[0] if any(one[name] != flat[0][name] for one in flat)]
+    for number, one in enumerate(flat, start=1):
+        unlike = [
+            f"{name.rstrip('.')} is {one[name]!r}, not {flat[0][name]!r}"
+            for name in differing
+            if name.split(".")[0] not in MAY_DIFFER and one[name] != flat[0][name]
+        ]
+        if unlike:
+            raise RecipeError(
+                f"recipe {number} can't be fitted together with the first: {'; '.join(unlike)}",
+                "Recipes fitted together share base, rows and output, and differ in lora and train only: set what "
+                "differs for all of them (KEY=VALUE, --out DIR), or fit them one by one.",
+            )
+    found = [{name: one[name] for name in differing} for one in flat]
+    twins = [number for number, own in enumerate(found, start=1) if own in found[: number - 1]]
+    if twins:
         raise RecipeError(
-            "train.stop.on is held_out, and no row is held out", "Give held_out=0.1, or stop on own_rows."
+            f"recipe {twins[0]} has the same settings as one before it", "Name each once; for several runs use seeds."
         )
-    settings = [{"train.seed": seed} for seed in seeds] or [{}]
-    return Task(asked, tuple(make_trial(recipe, i, setting) for i, setting in enumerate(settings)), held_out)
+    return found
+
+
+def _parts(section: Any) -> Mapping[str, Any]:
+    return section if isinstance(section, Mapping) else {"": section}
 
 
 def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) -> Fit:
@@ -133,6 +175,7 @@ def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) ->
     found = read_asked_rows(task.asked, progress)
     with open_run(recipe, found) as run:
         was_finished = run.is_finished
+        _refuse_other_settings(run, task)
         if again:
             for trial in task.trials:
                 run.record("lane_again", trial=trial.index, fold=None)
@@ -146,6 +189,7 @@ def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) ->
         progress.say(f"device: {place}")
         plan = plan_lanes(recipe, inputs.shape, inputs.tokens, task.trials, [fold], place, free_bytes)
         plan = settle_plan(plan, inputs.config, progress)
+        workers.lay_out(plan)
         progress.say(f"plan: {plan}")
         scene = _Scene(task, inputs, fold, workers)
         jobs = [_job(scene, trial) for trial in task.trials]
@@ -160,6 +204,23 @@ def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) ->
             if was_finished:
                 run.record("run_finished", failed=len(run.failed_lanes()))
             return _found(run, task, time.monotonic() - began)
+
+
+def _refuse_other_settings(run: Run, task: Task) -> None:
+    """A folder of fits stays with its recipes and seeds: its adapters go by number."""
+    if task.expected:
+        return  # of a cross-validation's trials
+    now = [{"trial": trial.index, "settings": dict(trial.settings)} for trial in task.trials]
+    now = json.loads(json.dumps(now))  # as the journal has it
+    known = run.events("trials")
+    if known and known[-1]["trials"] != now:
+        was = "; ".join(str(trial["settings"]) for trial in known[-1]["trials"])
+        raise RunError(
+            f"resume-recipe-changed: {str(run.folder)!r} holds fits of other settings or seeds: {was}",
+            "Set output (--out) to another folder.",
+        )
+    if not known:
+        run.record("trials", trials=now)
 
 
 @dataclass(frozen=True)
@@ -261,9 +322,11 @@ def _found(run: Run, task: Task, seconds: float) -> Fit:
     failed = [trial.index for trial in task.trials if (trial.index, None) not in finished]
     if failed:
         reason = run.failed_lanes()[failed[0], None]["reason"]
+        numbers = reason.startswith("non-finite")
+        do = "Lower train.learning_rate, or set device.precision to fp32" if numbers else "Mend what it names"
         raise LaneFailed(
             f"the fit of trial {failed[0]} failed: {reason} ({len(failed)} of {len(task.trials)} lanes)",
-            "Lower train.learning_rate, or set device.precision to fp32; then fit again with again=True (--again).",
+            f"{do}; then fit again with again=True (--again).",
         )
     fits = []
     for trial in task.trials:

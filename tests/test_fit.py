@@ -12,11 +12,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import crosstune
+from crosstune.cli import main
 from crosstune.errors import LaneFailed, RecipeError, RunError
 from crosstune.fitting import fit
 from crosstune.progress import Quiet
+from crosstune.recipe import Recipe
 from crosstune.stats import fold_interval
 from crosstune.store.run import Run
+from crosstune.yaml_text import dump_yaml
+from tests.test_resume_cases import Telling
 from tests.tiny import CASES
 
 CHAT8, CHAT24 = str(CASES / "chat8.jsonl"), str(CASES / "chat24.jsonl")
@@ -120,6 +124,70 @@ def test_several_seeds_side_by_side_are_those_of_each_alone(tiny, tmp_path):
         want = load_file(fit(alone, progress=Quiet()).adapter / "adapter_model.safetensors")
         got = load_file(one.adapter / "adapter_model.safetensors")
         assert all(abs(got[key] - want[key]).max() < 1e-5 for key in want)
+
+
+def test_several_recipes_side_by_side_are_those_of_each_alone(tiny, tmp_path):
+    files = []
+    for name, rank, rate in (("a", 4, 5e-3), ("b", 2, 5e-3), ("c", 4, 1e-3)):
+        one = recipe(tiny, tmp_path / "runs", lora={**LORA, "rank": rank})
+        one["train"] = {**one["train"], "learning_rate": rate}
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(dump_yaml(one))
+    progress = Telling()
+    together = fit(files, progress=progress)
+    assert [one.settings for one in together.fits] == [
+        {"lora.rank": 4, "train.learning_rate": 5e-3},
+        {"lora.rank": 2, "train.learning_rate": 5e-3},
+        {"lora.rank": 4, "train.learning_rate": 1e-3},
+    ]
+    assert any("3 lanes" in text for text in progress.said), progress.said
+    for one, file in zip(together.fits, files, strict=True):
+        alone = fit(Recipe.load(file).model_copy(update={"output": str(tmp_path / file.stem)}), progress=Quiet())
+        want = load_file(alone.adapter / "adapter_model.safetensors")
+        got = load_file(one.adapter / "adapter_model.safetensors")
+        assert all(abs(got[key] - want[key]).max() < 1e-5 for key in want)
+    both = fit(
+        [Recipe.load(f).model_copy(update={"output": str(tmp_path / "both")}) for f in files[:2]],
+        seeds=[1, 2],
+        progress=Quiet(),
+    )
+    assert [(one.settings["lora.rank"], one.settings["train.seed"]) for one in both.fits] == [
+        (4, 1), (4, 2), (2, 1), (2, 2)
+    ]  # fmt: skip
+
+
+def test_recipes_over_other_rows_or_another_base_are_not_fitted_together(tiny, tmp_path):
+    one = recipe(tiny, tmp_path / "fit")
+    for other, named in (
+        ({**one, "data": CHAT24}, "data.path"),
+        ({**one, "model": f"{tiny}-other"}, "model.name"),
+        ({**one, "output": str(tmp_path / "elsewhere")}, "output is"),
+    ):
+        with pytest.raises(RecipeError, match=f"recipe 2 can't be fitted together.*{named}"):
+            fit([one, other], progress=Quiet())
+    with pytest.raises(RecipeError, match="recipe 2 has the same settings"):
+        fit([one, one], progress=Quiet())
+    assert not (tmp_path / "fit").exists()
+
+
+def test_a_folder_of_fits_is_not_taken_for_that_of_other_seeds_or_recipes(tiny, tmp_path):
+    fit(recipe(tiny, tmp_path / "fit"), seeds=[3, 4], progress=Quiet())
+    with pytest.raises(RunError, match=r"resume-recipe-changed.*'train.seed': 3"):
+        fit(recipe(tiny, tmp_path / "fit"), seeds=[5, 6], progress=Quiet())
+    assert len(fit(recipe(tiny, tmp_path / "fit"), seeds=[3, 4], progress=Quiet()).fits) == 2
+
+
+def test_the_command_takes_several_recipes_and_changes_for_all(tiny, tmp_path, capsys):
+    for name, rank in (("a", 4), ("b", 2)):
+        text = dump_yaml(recipe(tiny, tmp_path / name, lora={**LORA, "rank": rank}))
+        (tmp_path / f"{name}.yaml").write_text(text)
+    files = [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")]
+    assert main(["fit", *files]) == 2
+    assert "output is" in capsys.readouterr().err
+    assert main(["fit", *files, "train.epochs=1", "--out", str(tmp_path / "both"), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(one["settings"], one["epochs"]) for one in made["fits"]] == [({"lora.rank": 4}, 1), ({"lora.rank": 2}, 1)]
+    assert main(["fit", str(tmp_path / "both"), files[0]]) == 2
 
 
 def test_what_cannot_be_fitted_is_refused_before_anything_is_written(tiny, tmp_path):

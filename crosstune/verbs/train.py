@@ -63,8 +63,7 @@ def demo(changes: tuple[str, ...], model: str | None, out: str, as_json: bool, *
 
 
 @click.command()
-@click.argument("source", metavar="RUN|RECIPE")
-@changes_argument
+@click.argument("sources", nargs=-1, required=True, metavar="RUN|RECIPE... [KEY=VALUE]...")
 @click.option("--trial", default="best", show_default=True, help="A run's trial: its number, or best.")
 @click.option("--held-out", type=float, metavar="SHARE", help="A recipe: share of the rows kept for scoring.")
 @click.option("--seed", "seeds", type=int, multiple=True, help="A recipe: one adapter a seed, side by side (repeat).")
@@ -72,8 +71,7 @@ def demo(changes: tuple[str, ...], model: str | None, out: str, as_json: bool, *
 @click.option("--again", is_flag=True, help="Train once more where there is a fit.")
 @json_flag
 def fit(
-    source: str,
-    changes: tuple[str, ...],
+    sources: tuple[str, ...],
     trial: str,
     held_out: float | None,
     seeds: tuple[int, ...],
@@ -83,13 +81,18 @@ def fit(
 ) -> None:
     """Train one adapter on all rows.
 
-    With a RUN's winning settings, ended at the epoch that its folds found best, or with a RECIPE as it stands.
+    With a RUN's winning settings, ended at the epoch that its folds found best, or with a RECIPE as it stands. Several
+    recipes that share base and rows are trained side by side, one adapter each.
     """
     from crosstune.fitting import fit
 
+    changes = tuple(word for word in sources[1:] if "=" in word and not Path(word).exists())
+    recipes = [word for word in sources if word not in changes]
+    runs = [word for word in recipes if (Path(word) / "journal.jsonl").is_file()]
+    if runs and len(sources) > 1:
+        raise click.UsageError(f"{runs[0]} is a run: it is fitted by itself, as it is.")
     with only_results_on_stdout():
-        is_run = (Path(source) / "journal.jsonl").is_file()
-        given = source if is_run else load_recipe(source, changes, out)
+        given = runs[0] if runs else [load_recipe(recipe, changes, out) for recipe in recipes]
         made = fit(given, trial=trial_number(trial), held_out=held_out, seeds=seeds, again=again)
     click.echo(json.dumps(made.to_json()) if as_json else made.words())
 

@@ -101,6 +101,7 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
         progress.say(f"device: {place}")
         plan = plan_as_before(planned, recipe, inputs.shape, tokens, trials, folds, place, progress, free)
         plan = settle_plan(plan, inputs.config, progress)
+        workers.lay_out(plan)
         progress.say(f"plan: {plan}")
         for trial in trials:
             make_jobs(workers, trial, folds)  # refuses targets that match no layer before anything is written

@@ -27,7 +27,7 @@ Auto = Literal["auto"]
 _CHANGES_NO_RESULT: Any = {
     "output": True,
     "train": {"checkpoint_every"},
-    "device": {"gpus", "lanes", "micro_batch", "checkpointing", "ray", "workers", "retries"},
+    "device": {"gpus", "layers", "offload", "lanes", "micro_batch", "checkpointing", "ray", "workers", "retries"},
 }
 
 
@@ -252,7 +252,17 @@ class Device(Section):
 
     kind: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Device type.")
     gpus: Auto | tuple[CountOrNone, ...] = Field(
-        "auto", description="GPU to run on, by its number, such as [1]. auto: the one with most free memory."
+        "auto",
+        description="GPU to run on, by its number, such as [1]; several for layers or ray. auto: the one with most "
+        "free memory, or all.",
+    )
+    layers: Literal["one", "auto", "balanced", "sequential"] = Field(
+        "one",
+        description="Where the base's layers lie: on one GPU, spread evenly over several (balanced), or filling one "
+        "after another (sequential). auto: on one if the plan fits there, else balanced.",
+    )
+    offload: Literal["none", "cpu"] = Field(
+        "none", description="cpu: layers for which no GPU has room are kept and computed on the CPU, which is slow."
     )
     lanes: Auto | Count = Field("auto", description="Lanes a wave. auto: as many as fit.")
     micro_batch: Auto | Count = Field("auto", description="Rows a lane and pass; accumulation follows from it.")

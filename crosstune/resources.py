@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from crosstune.data.load import Rows
 from crosstune.data.tokens import Tokens
 from crosstune.errors import DeviceError, MissingExtra, RecipeError
 from crosstune.interrupt import Interrupts
+from crosstune.memory.gpus import Present
+from crosstune.memory.layout import Devices, Layout
 from crosstune.memory.plan import Plan, plan_memory
 from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress
@@ -43,15 +46,19 @@ def open_run(recipe: Recipe, rows: Rows, tokens: Tokens | None = None) -> Run:
 def _choose_place(asked: Asked) -> Place:
     """Device and precision: as the recipe asks, or those of a model that was passed in."""
     from crosstune.memory.precision import Choice, attention_kernel
-    from crosstune.memory.visible import choose_gpu
+    from crosstune.memory.visible import choose_gpu, choose_gpus
 
-    if asked.model is None:
-        choose_gpu(asked.recipe.device.kind, asked.recipe.device.gpus)  # before torch is imported
+    gpus: list[Present] = []
+    if _spreads(asked):
+        gpus = choose_gpus(asked.recipe.device.gpus)  # before torch is imported
+    elif asked.model is None:
+        choose_gpu(asked.recipe.device.kind, asked.recipe.device.gpus)
     from crosstune.model.base import DTYPES, adopt
     from crosstune.model.device import Place, choose_device, machine_of
 
     if asked.model is None:
-        return choose_device(asked.recipe.device)
+        place = choose_device(asked.recipe.device)
+        return replace(place, ways=_ways(asked.recipe, place, gpus)) if _spreads(asked) else place
     base = adopt(asked.model, asked.tokenizer)
     base.release()
     precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
@@ -60,12 +67,54 @@ def _choose_place(asked: Asked) -> Place:
     return Place(base.device, machine, Choice(precision, why), attention_kernel(machine, precision))
 
 
+def _spreads(asked: Asked) -> bool:
+    """The base may be spread over devices. Refuses that where it can't be."""
+    device = asked.recipe.device
+    if device.layers == "one" and device.offload == "none":
+        return False
+    words = f"device.layers: {device.layers}" if device.layers != "one" else f"device.offload: {device.offload}"
+    if asked.model is not None:
+        raise DeviceError(f"{words}, and a model in memory was passed", "Save it to a folder and pass its name.")
+    if device.ray is not None:
+        raise DeviceError(f"{words}, and device.ray gives each worker one GPU", "Set one of the two.")
+    if device.offload == "cpu" and asked.recipe.model.quantization != "none":
+        raise DeviceError(
+            f"device.offload: cpu with model.quantization: {asked.recipe.model.quantization}, which only GPUs compute",
+            "Set model.quantization: none, or device.offload: none.",
+        )
+    if device.kind in ("cpu", "mps"):
+        raise DeviceError(f"{words} is about GPUs, and device.kind is {device.kind}", "Leave one of the two out.")
+    return True
+
+
+def _ways(recipe: Recipe, place: Place, gpus: Sequence[Present]) -> tuple[Devices | None, ...]:
+    import torch
+
+    from crosstune.memory.gpus import free_ram_bytes
+    from crosstune.memory.layout import ways
+
+    device = recipe.device
+    free = [gpu.free_bytes + torch.cuda.memory_reserved(at) for at, gpu in enumerate(gpus)]
+    if place.device.type != "cuda":
+        free = []
+    elif not free:  # a driver that NVML doesn't show
+        from crosstune.model.device import free_bytes
+
+        free = [free_bytes(torch.device("cuda", at)) for at in range(torch.cuda.device_count())]
+    if not free and device.layers in ("one", "auto"):
+        return (None,)
+    return ways(device.layers, device.offload, free, free_ram_bytes())
+
+
 def open_workers(asked: Asked, tokenizer: Any, progress: Progress, interrupts: Interrupts) -> LocalWorkers | RayWorkers:
     """Who trains: this process, or the workers of a Ray cluster."""
     if asked.recipe.device.ray is None:
         from crosstune.workers.local import LocalWorkers
 
-        return LocalWorkers(_choose_place(asked), lambda place: _base(asked, tokenizer, place, progress), progress)
+        return LocalWorkers(
+            _choose_place(asked), lambda place, layout: _base(asked, tokenizer, place, layout, progress), progress
+        )
+    _spreads(asked)
     if asked.model is not None:
         raise RecipeError(
             "device.ray is set, and a model in memory was passed", "Save the model to a folder and pass its name."
@@ -81,14 +130,15 @@ def open_workers(asked: Asked, tokenizer: Any, progress: Progress, interrupts: I
     return RayWorkers(asked.recipe, tokenizer, progress, interrupts, threads=torch.get_num_threads())
 
 
-def _base(asked: Asked, tokenizer: Any, place: Place, progress: Progress) -> Base:
+def _base(asked: Asked, tokenizer: Any, place: Place, layout: Layout | None, progress: Progress) -> Base:
     from crosstune.model.base import adopt, load_base
 
     if asked.model is not None:
         return adopt(asked.model, tokenizer)
     progress.start("load")
     try:
-        return load_base(asked.recipe.model, tokenizer, device=place.device, precision=place.precision.value)
+        precision = place.precision.value
+        return load_base(asked.recipe.model, tokenizer, device=place.device, precision=precision, layout=layout)
     finally:
         progress.stop()
 
@@ -129,22 +179,32 @@ def plan_lanes(
     from crosstune.model.device import free_bytes
 
     lengths = np.array([tokens.max_tokens]) if recipe.data.packing else tokens.lengths
-    return plan_memory(
-        recipe=recipe,
-        shape=shape,
-        lengths=lengths,
-        num_lanes=len(trials) * len(folds),
-        ranks=[trial.recipe.lora.rank for trial in trials],
-        free_bytes=free_bytes(place.device) if free is None else free,
-        device_kind=place.device.type,
-        precision=place.precision.value,
-        machine=place.machine,
-    )
+    for left, devices in zip(reversed(range(len(place.ways))), place.ways, strict=True):
+        try:
+            return plan_memory(
+                recipe=recipe,
+                shape=shape,
+                lengths=lengths,
+                num_lanes=len(trials) * len(folds),
+                ranks=[trial.recipe.lora.rank for trial in trials],
+                free_bytes=free_bytes(place.device) if free is None else free,
+                device_kind=place.device.type,
+                precision=place.precision.value,
+                machine=place.machine,
+                devices=devices,
+            )
+        except DeviceError:
+            if not left:
+                raise
+    raise AssertionError("a place has a way")
 
 
 def settle_plan(plan: Plan, config: Mapping[str, Any], progress: Progress) -> Plan:
-    """On CUDA: rehearse a plan that is near the device's limit, and take a smaller one until one surely fits."""
-    if plan.job.machine.kind != "cuda":
+    """On CUDA: rehearse a plan that is near the device's limit, and take a smaller one until one surely fits.
+
+    A rehearsal knows one device only: a base over several goes by the formulas.
+    """
+    if plan.job.machine.kind != "cuda" or plan.layout is not None:
         return plan
     from crosstune.train.rehearse import settle
 

@@ -7,19 +7,26 @@ several devices differ in but the copies between them.
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from crosstune.errors import DeviceError
-from crosstune.memory.layout import Devices, Layout
+from crosstune.memory.block import Settings
+from crosstune.memory.explain import explain
+from crosstune.memory.gpus import GIB, find_gpu
+from crosstune.memory.layout import Devices, Layout, lay_out, room_for, share, ways
+from crosstune.memory.plan import plan_memory
+from crosstune.memory.shape import ModelShape
 from crosstune.model.attach import attached
 from crosstune.model.base import load_base
 from crosstune.model.shards import put
-from crosstune.model.spread import device_map, empty_model
+from crosstune.model.spread import Spread, device_map, empty_model
 from crosstune.progress import Quiet
-from crosstune.recipe import Model
+from crosstune.recipe import Model, Recipe
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.spread_optimizer import SpreadAdamW, lane_adamw
 from crosstune.train.state import Standing, pack_wave, unpack_wave
@@ -35,12 +42,18 @@ def folder(request, tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("four") / "layers", layers=4, tie=request.param)
 
 
-def load(folder, devices=("cpu",), kind="balanced", room=MUCH, precision="fp32", counts=(2, 2)):
+def load(folder, devices=("cpu",), kind="balanced", precision="fp32", counts=(2, 2), room=None):
+    """The model with so many layers on each device."""
     layout = None
     if len(devices) > 1:
-        layout = Layout(Devices(devices, (MUCH,) * len(devices), kind), (room,) * len(devices), counts)
-    device = torch.device(devices[0])
-    return load_base(Model(name=str(folder)), None, device=device, precision=precision, layout=layout)
+        shape, settings = ModelShape.read(folder), Settings(3, 2, 30, precision=precision)
+        room = room or room_for(shape, settings, counts)
+        layout = Layout(Devices(devices, (MUCH,) * len(devices), kind), room, counts)
+    base = load_base(Model(name=str(folder)), None, device=torch.device(devices[0]), precision=precision, layout=layout)
+    if layout is not None:
+        places = [base.place_of(f"model.layers.{layer}") for layer in range(4)]
+        assert places == [place for place, count in enumerate(counts) for _ in range(count)]
+    return base
 
 
 def jobs_of(base, **options):
@@ -88,22 +101,24 @@ def test_accelerates_own_map_is_taken(folder):
 
     model = empty_model(AutoConfig.from_pretrained(folder), torch.float32)
     total = sum(parameter.nbytes for parameter in model.parameters())
-    for room in ((total, total, total), (total // 2, total // 3, total)):
+    block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    for room in ((total, total, total), (total // 2, total // 3, total), (total // 3, total // 4, total)):
         theirs = infer_auto_device_map(
-            model, dict(enumerate(room)), no_split_module_classes=["LlamaDecoderLayer"], dtype=torch.float32
+            model,
+            {0: room[0] + max(block, model.lm_head.weight.nbytes), 1: room[1], 2: room[2]},  # what they keep free
+            no_split_module_classes=["LlamaDecoderLayer"],
+            dtype=torch.float32,
         )
-        ours = device_map(model, "sequential", room, dtype=torch.float32)
-        for name, place in ours.items():
-            parent = next(key for key in sorted(theirs, key=len, reverse=True) if f"{name}.".startswith(f"{key}."))
+        for name, place in device_map(model, room, dtype=torch.float32).items():
+            parent = next(
+                key for key in sorted(theirs, key=len, reverse=True) if not key or f"{name}.".startswith(f"{key}.")
+            )
             assert place == theirs[parent] or name.endswith("rotary_emb")
-    even = device_map(model, "balanced", (total, total), dtype=torch.float32)
-    blocks = [even[f"model.layers.{layer}"] for layer in range(4)]
-    assert sorted(blocks) == blocks and set(blocks) == {0, 1}
 
 
 def test_what_does_not_fit_is_refused_by_name_and_not_off_loaded(folder):
-    with pytest.raises(DeviceError, match=r"device\.layers: sequential has no room for") as error:
-        load(folder, ("cpu", "cpu"), kind="sequential", room=60_000)
+    with pytest.raises(DeviceError, match=r"device\.layers: no GPU has room for") as error:
+        load(folder, ("cpu", "cpu"), kind="sequential", room=(60_000, 60_000))
     assert "device.offload: cpu" in error.value.fix
 
 
@@ -203,6 +218,124 @@ def test_the_base_is_as_it_was_afterwards(folder):
     assert (base.digest(), [name for name, _ in base.model.named_modules()]) == (before, names)
 
 
+# — the plan —
+
+LLAMA = ModelShape.read("tests/cases/llama3-8b")
+
+
+def planned(free, lengths=(1024,) * 50, **device):
+    recipe = Recipe.build({"model": {"name": "tests/cases/llama3-8b"}, "data": "rows.jsonl", "device": device})
+    machine, found = find_gpu("rtx-4090"), []
+    for devices in ways(recipe.device.layers, recipe.device.offload, free, 64 * GIB):
+        found.append(devices)
+        try:
+            return plan_memory(
+                recipe=recipe, shape=LLAMA, lengths=np.array(lengths), num_lanes=5, ranks=[16], free_bytes=free[0],
+                device_kind="cuda", precision="bf16", machine=machine, devices=devices,
+            )  # fmt: skip
+        except DeviceError as error:
+            last = error
+    raise last
+
+
+def test_auto_takes_one_gpu_if_the_plan_fits_there_else_all():
+    assert planned([80 * GIB, 80 * GIB], layers="auto").layout is None
+    spread = planned([14 * GIB, 14 * GIB], layers="auto")  # the weights alone take 15
+    assert (spread.layout.devices.kind, spread.layout.layers) == ("balanced", (16, 16))
+    assert spread.fits and spread.free_bytes == 14 * GIB
+    with pytest.raises(DeviceError, match="nothing fits"):
+        planned([14 * GIB, 14 * GIB], layers="one")
+
+
+def test_the_largest_share_decides_whether_a_plan_fits():
+    found = planned([24 * GIB, 12 * GIB], layers="balanced")
+    machine = find_gpu("rtx-4090")
+    shares = [share(LLAMA, found.widths, machine, count).peak_bytes for count in found.layout.layers]
+    assert shares[0] <= 24 * GIB and shares[1] <= 12 * GIB
+    assert found.peak_bytes in shares
+
+
+def test_sequential_fills_the_first_gpu():
+    found = planned([12 * GIB, 24 * GIB], layers="sequential", lanes=1, micro_batch=1)
+    first, last = found.layout.layers
+    assert 0 < first <= last and first + last == 32
+    machine = find_gpu("rtx-4090")
+    assert share(LLAMA, found.widths, machine, first).peak_bytes <= 12 * GIB
+    assert share(LLAMA, found.widths, machine, first + 1).peak_bytes > 12 * GIB
+
+
+def test_a_layout_and_accelerate_agree_on_how_many_layers_lie_where():
+    """The room that the plan leaves for weights makes accelerate place as many layers as were planned."""
+    from transformers import LlamaConfig
+
+    config = json.loads(Path("tests/cases/llama3-8b/config.json").read_text())
+    model = empty_model(
+        LlamaConfig(**{key: value for key, value in config.items() if key != "model_type"}), torch.bfloat16
+    )
+    for kind, free in [
+        ("balanced", (24, 24)),
+        ("balanced", (16, 16, 16)),
+        ("sequential", (24, 24)),
+        ("sequential", (10, 12, 24)),
+    ]:
+        for quantization in ("none", "nf4"):
+            settings = Settings(2, 1, 1024, quantization=quantization, checkpointed=32)
+            layout, _, _ = lay_out(
+                LLAMA, settings, find_gpu("rtx-4090"),
+                Devices(tuple(f"cuda:{at}" for at in range(len(free))), tuple(count * GIB for count in free), kind),
+            )  # fmt: skip
+            places = device_map(model, layout.room, dtype=torch.bfloat16, quantization=quantization)
+            spread = Spread((torch.device("cpu"),) * len(free), places)
+            homes = [spread.place(f"model.layers.{layer}") for layer in range(32)]
+            counts = [homes.count(place) for place in range(len(free))]
+            assert counts == list(layout.layers)
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "words"),
+    [
+        ({"layers": "balanced"}, {"kind": "cpu"}, "device.layers: balanced is about GPUs, and device.kind is cpu"),
+        ({"layers": "balanced", "ray": "auto"}, {}, "device.layers: balanced, and device.ray gives each worker one GPU"),
+        ({"layers": "sequential"}, {}, "device.layers: sequential spreads the base over several GPUs, and there is no GPU"),
+        ({"offload": "cpu"}, {"quantization": "nf4"}, "device.offload: cpu with model.quantization: nf4"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_said_by_name(folder, monkeypatch, device, sections, words):
+    from crosstune.asked import gather
+    from crosstune.interrupt import Interrupts
+    from crosstune.memory import visible
+    from crosstune.resources import open_workers
+
+    if torch.cuda.is_available():
+        pytest.skip("about a computer without a GPU")
+    monkeypatch.setattr(visible, "present_gpus", list)
+    device = {**device, **({"kind": "cpu"} if "kind" in sections else {})}
+    model = {"name": str(folder), "quantization": sections.get("quantization", "none")}
+    asked = gather({"model": model, "data": "x.jsonl", "device": device}, sections={})
+    with pytest.raises(DeviceError, match=re.escape(words)):
+        open_workers(asked, None, Quiet(), Interrupts())
+
+
+def test_auto_on_a_computer_without_gpus_is_the_cpu(folder, monkeypatch):
+    from crosstune.asked import gather
+    from crosstune.memory import visible
+    from crosstune.resources import _choose_place
+
+    monkeypatch.setattr(visible, "present_gpus", list)
+    if torch.cuda.is_available():
+        pytest.skip("about a computer without a GPU")
+    asked = gather({"model": str(folder), "data": "x.jsonl", "device": {"layers": "auto"}}, sections={})
+    assert _choose_place(asked).ways == (None,)
+
+
+def test_crosstune_plan_tells_the_layers_of_each_gpu():
+    recipe = Recipe.build(
+        {"model": "tests/cases/llama3-8b", "data": "x.jsonl", "device": {"layers": "balanced", "gpus": [0, 1, 2]}}
+    )
+    told = explain(recipe, gpu="l4", lanes=5, lengths=[512] * 20).to_json()
+    assert told["layers"] == {"cuda:0": 11, "cuda:1": 11, "cuda:2": 10}
+
+
 # — on GPUs —
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -224,15 +357,12 @@ def test_a_gpu_and_the_cpu_give_what_the_gpu_gives(folder, checkpointed):
 
 @pytest.mark.gpu
 @needs_two
-@pytest.mark.parametrize("kind", ["balanced", "sequential"])
+@pytest.mark.parametrize(("kind", "counts"), [("balanced", (2, 2)), ("sequential", (3, 1))])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_two_gpus_give_what_one_gives(folder, kind, precision):
-    from transformers import AutoConfig
-
-    total = sum(p.nbytes for p in empty_model(AutoConfig.from_pretrained(folder), torch.float32).parameters())
+def test_two_gpus_give_what_one_gives(folder, kind, counts, precision):
     outcomes = []
     for devices in (("cuda:0",), ("cuda:0", "cuda:1")):
-        base = load(folder, devices, kind=kind, room=int(0.8 * total), precision=precision)
+        base = load(folder, devices, kind=kind, counts=counts, precision=precision)
         if len(devices) > 1:
             assert {parameter.device.index for parameter in base.model.parameters()} == {0, 1}
         outcomes.append(run(base, jobs_of(base), random_tokens()))

@@ -14,11 +14,12 @@ from crosstune.errors import CrosstuneError, DeviceError
 from crosstune.memory.config import read_config
 from crosstune.memory.estimate import head_chunk
 from crosstune.memory.gpus import Machine, find_gpu, free_ram_bytes, parse_bytes, this_cpu
+from crosstune.memory.layout import Devices, ways
 from crosstune.memory.picture import draw_parts, save_png
 from crosstune.memory.plan import describe, search
 from crosstune.memory.precision import attention_kernel, choose_precision
 from crosstune.memory.shape import ModelShape
-from crosstune.memory.visible import best_gpu
+from crosstune.memory.visible import best_gpu, visible_gpus
 from crosstune.memory.ways import Way, ways_to_fit
 from crosstune.memory.widths import Job, Plan, make_plan
 from crosstune.recipe import Recipe
@@ -76,6 +77,7 @@ class Explained:
             "logits_bytes": 4 * plan.pass_tokens * shape.vocab,
             "logits": self._logits_words(),
             "next_larger": larger and {"settings": larger.settings, "peak_bytes": larger.peak_bytes},
+            "layers": plan.layout and dict(zip(plan.layout.devices.names, plan.layout.layers, strict=True)),
             "table": [_row(row) for row in self.table],
             "notes": list(self.notes),
         }
@@ -173,8 +175,11 @@ def explain(
         machine=machine,
         precision=precision.value,
     )
-    job = replace(job, free_bytes=free)
-    best, least = search(job, recipe)
+    for devices in _places(recipe, machine, free, named=gpu is not None or memory is not None, notes=notes):
+        job = replace(job, free_bytes=free, devices=devices)
+        best, least = search(job, recipe)
+        if best is not None:
+            break
     plan = best or least
     notes += _outlier(job)
     return Explained(plan, tuple(ways_to_fit(job, plan)), _table(job, plan), tuple(notes))
@@ -206,6 +211,22 @@ def choose_machine(recipe: Recipe, gpu: str | None, memory: str | None) -> tuple
     if present is not None:
         return present.machine, present.free_bytes, [str(present)]
     return this_cpu(), free_ram_bytes(), ["no NVIDIA GPU found: planned for this computer's CPU and RAM"]
+
+
+def _places(
+    recipe: Recipe, machine: Machine, free: int, *, named: bool, notes: list[str]
+) -> tuple[Devices | None, ...]:
+    """Where the base may lie, in the order of preference; None: on one device."""
+    device = recipe.device
+    if machine.kind != "cuda" or (device.layers == "one" and device.offload == "none"):
+        return (None,)
+    seen = visible_gpus()
+    if named or not seen:
+        count = 2 if device.gpus == "auto" else len(device.gpus)
+        notes.append(f"device.layers: {device.layers} over {count} such GPUs (as many as device.gpus names, else 2)")
+        return ways(device.layers, device.offload, [free] * count, free_ram_bytes())
+    chosen = seen if device.gpus == "auto" else [seen[int(at)] for at in device.gpus if int(at) < len(seen)]
+    return ways(device.layers, device.offload, [gpu.free_bytes for gpu in chosen], free_ram_bytes())
 
 
 def _lengths_of(recipe: Recipe, shape: ModelShape, notes: list[str]) -> tuple[NDArray[np.integer], int]:

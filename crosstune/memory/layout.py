@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from crosstune.errors import DeviceError
 from crosstune.memory.block import Settings
 from crosstune.memory.estimate import Estimate, base_parts, estimate
 from crosstune.memory.gpus import Machine, this_cpu
@@ -25,6 +26,29 @@ class Devices:
     names: tuple[str, ...]
     free: tuple[int, ...]
     kind: Literal["balanced", "sequential"] = "balanced"
+
+
+def ways(layers: str, offload: str, free: Sequence[int], ram: int) -> tuple[Devices | None, ...]:
+    """Where a base may lie, in the order of preference, as device.layers and device.offload say; None: on one device.
+
+    `free`: bytes free on each GPU. Raises DeviceError where there are too few GPUs.
+    """
+    names = tuple(f"cuda:{place}" for place in range(len(free)))
+    found: list[Devices | None] = [None] if layers in ("one", "auto") else []
+    if layers in ("balanced", "auto") and len(free) > 1:
+        found.append(Devices(names, tuple(free), "balanced"))
+    if offload == "cpu" and free:
+        gpus = 1 if layers == "one" else len(free)
+        found.append(Devices((*names[:gpus], "cpu"), (*free[:gpus], ram), "sequential"))
+    elif layers == "sequential" and len(free) > 1:
+        found.append(Devices(names, tuple(free), "sequential"))
+    if not found:
+        here = f"{len(free)} GPU{'s' * (len(free) != 1)}" if free else "no GPU"
+        raise DeviceError(
+            f"device.layers: {layers} spreads the base over several GPUs, and there is {here} to use",
+            "Set device.layers: one, name the GPUs in device.gpus, such as [0, 1], or set device.offload: cpu.",
+        )
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -49,10 +73,12 @@ def lay_out(shape: ModelShape, settings: Settings, machine: Machine, devices: De
     else:
         counts = _fill(shape, settings, machines, devices.free)
     found = [share(shape, settings, each, count) for each, count in zip(machines, counts, strict=True)]
-    room = tuple(
-        _room(shape, settings, one, count, free, first=not place and devices.kind == "sequential")
-        for place, (one, count, free) in enumerate(zip(found, counts, devices.free, strict=True))
-    )
+    if shape.known:
+        room = room_for(shape, settings, counts)
+    else:  # formulas that stand in for the block can't say what one weighs
+        held = [sum(size for name, size in one.parts.items() if name.startswith("base")) for one in found]
+        spare = [free - one.peak_bytes for free, one in zip(devices.free, found, strict=True)]
+        room = tuple(max(base, base + left) for base, left in zip(held, spare, strict=True))
     held = [place for place, count in enumerate(counts) if count]
     tight = max(held, key=lambda place: found[place].peak_bytes - devices.free[place])
     return Layout(devices, room, tuple(counts)), found[tight], devices.free[tight]
@@ -80,12 +106,13 @@ def _fill(shape: ModelShape, settings: Settings, machines: Sequence[Machine], fr
     return counts
 
 
-def _room(shape: ModelShape, settings: Settings, found: Estimate, layers: int, free: int, *, first: bool) -> int:
-    """Bytes for weights: all that nothing else takes, but for no more layers than were planned where order matters."""
-    held = sum(size for name, size in found.parts.items() if name.startswith("base"))
-    block = sum(base_parts(replace(shape, layers=1), settings).values())
-    outside = 2 * shape.vocab * shape.hidden * settings.number_bytes
-    block -= sum(base_parts(replace(shape, layers=1), settings)[f"base: {name}"] for name in ("embeddings", "head"))
-    most = max(held, free - (found.peak_bytes - held))
-    # accelerate keeps room for its largest layer free on the first device, in case it were to be off-loaded
-    return min(most, layers * block + outside + block // 2 if layers else 0) + first * max(block, outside // 2)
+def room_for(shape: ModelShape, settings: Settings, counts: Sequence[int]) -> tuple[int, ...]:
+    """Bytes for weights on each device: what the layers that are planned for it take, as accelerate counts them."""
+    parts = base_parts(replace(shape, layers=1), settings)
+    block = parts["base: linear layers"] + parts["base: norms and biases"]
+    last = max(place for place, count in enumerate(counts) if count)
+    room = []
+    for place, count in enumerate(counts):
+        ends = parts["base: embeddings"] * (place == 0) + parts["base: head"] * (place == last)
+        room.append(count * block + block // 2 + ends if count or not place else 0)
+    return tuple(room)

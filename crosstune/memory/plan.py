@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from crosstune.errors import DeviceError, ModelError
 from crosstune.memory.estimate import Settings
 from crosstune.memory.gpus import Machine, this_cpu
+from crosstune.memory.layout import Devices
 from crosstune.memory.shape import Linear, ModelShape
 from crosstune.memory.speed import counts_near
 from crosstune.memory.ways import ways_to_fit
@@ -38,8 +39,11 @@ def plan_memory(
     device_kind: str,
     precision: str,
     machine: Machine | None = None,
+    devices: Devices | None = None,
 ) -> Plan:
     """The fastest plan that fits `free_bytes`: all bytes this process may use on the device, the base not yet counted.
+
+    `devices`: those over which the base is spread, each with its own free bytes.
 
     `lengths`: tokens of each row (of each packed sequence). What recipe.device sets is kept; "auto" is decided.
     `machine` is the device to plan for; default: this computer's CPU, or a GPU of unknown rates.
@@ -49,13 +53,15 @@ def plan_memory(
         machine = this_cpu()
     machine = machine or Machine(device_kind, device_kind, free_bytes, (8, 0), 100e12, 1e12)
     job = describe(recipe, shape, lengths, num_lanes=num_lanes, ranks=ranks, machine=machine, precision=precision)
-    job = replace(job, free_bytes=free_bytes)
+    job = replace(job, free_bytes=free_bytes, devices=devices)
     best, least = search(job, recipe)
     if best is None:
+        where = "" if least.layout is None else f"; {least.layout}"
         ways = "; ".join(str(way) for way in ways_to_fit(job)[:3])
         raise DeviceError(
             f"nothing fits: the smallest plan needs {bytes_words(least.peak_bytes)} of {machine.name}'s "
-            f"{bytes_words(free_bytes)} ({least.lanes} lane, {least.micro_batch} row of {job.tokens} tokens)",
+            f"{bytes_words(least.free_bytes)} ({least.lanes} lane, {least.micro_batch} row of {job.tokens} tokens"
+            f"{where})",
             f"Ways to fit: {ways or 'a smaller model'}.",
         )
     return best

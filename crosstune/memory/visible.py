@@ -71,14 +71,31 @@ def choose_gpu(kind: str, gpus: str | Sequence[int]) -> Present | None:
     wanted = [int(gpu) for gpu in gpus]
     if len(wanted) != 1:
         raise DeviceError(
-            f"device.gpus names {len(wanted)} GPUs {wanted}, and one base lies on one",
-            "Name one, such as [0]; to use several, set device.ray: auto, which gives each GPU its own waves.",
+            f"device.gpus names {len(wanted)} GPUs {wanted}, and device.layers: one puts the base on one",
+            "Name one, such as [0]; to use several, set device.ray: auto, which gives each GPU its own waves, or for "
+            "a base that needs them device.layers: balanced.",
         )
-    if seen and wanted[0] >= len(seen):
-        numbers = ", ".join(f"{place} ({gpu.machine.name})" for place, gpu in enumerate(seen))
-        raise DeviceError(f"device.gpus is {wanted}, and there is no such GPU", f"Choose from {numbers}.")
+    _refuse_missing(wanted, seen)
     show_gpus(wanted)
     return seen[wanted[0]] if seen else None
+
+
+def choose_gpus(gpus: str | Sequence[int]) -> list[Present]:
+    """For a base over several GPUs: let this process see those that `gpus` names, or all, that with most free memory
+    first. In the order in which torch numbers them."""
+    seen = visible_gpus()
+    wanted = sorted(range(len(seen)), key=lambda place: -seen[place].free_bytes) if gpus == "auto" else list(gpus)
+    numbers = [int(gpu) for gpu in wanted]
+    _refuse_missing(numbers, seen)
+    if seen:
+        show_gpus(numbers)
+    return [seen[number] for number in numbers] if seen else []
+
+
+def _refuse_missing(wanted: Sequence[int], seen: Sequence[Present]) -> None:
+    if seen and max(wanted) >= len(seen):
+        numbers = ", ".join(f"{place} ({gpu.machine.name})" for place, gpu in enumerate(seen))
+        raise DeviceError(f"device.gpus is {list(wanted)}, and there is no such GPU", f"Choose from {numbers}.")
 
 
 def best_gpu(gpus: Sequence[Present] | None = None) -> Present | None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from crosstune.memory.block import block_of
 from crosstune.memory.estimate import EVALUATE_TOKENS, Settings, estimate, evaluation_bytes
 from crosstune.memory.gpus import Machine
+from crosstune.memory.layout import Devices, Layout, lay_out
 from crosstune.memory.shape import ModelShape
 from crosstune.memory.speed import counts_near, step_seconds
 from crosstune.units import bytes_words, seconds_words
@@ -36,6 +37,7 @@ class Job:
     steps: int  # optimizer steps a lane
     lengths: NDArray[np.integer] = field(repr=False)
     like: Settings = field(repr=False)  # rank, targets, precision, quantisation
+    devices: Devices | None = None  # those over which the base is spread; None: it lies on one
 
     @property
     def tokens(self) -> int:
@@ -63,6 +65,7 @@ class Plan:
     seconds: float
     job: Job = field(repr=False)
     larger: Plan | None = field(default=None, repr=False)  # the nearest faster plan, which doesn't fit
+    layout: Layout | None = None  # of a spread base; bytes are then those of the device nearest to its limit
 
     @property
     def fits(self) -> bool:
@@ -127,20 +130,34 @@ class Plan:
         waves = f"{self.lanes} of {self.job.num_lanes} lanes a wave ({_count(self.waves, 'wave')})"
         width = f"{_count(self.micro_batch, 'row')} a lane and pass x {self.accumulation}"
         size = f"{bytes_words(self.peak_bytes)} of {bytes_words(self.free_bytes)}"
-        return f"{waves}, {width}, {again}, {self.precision}{over}: {size}, about {seconds_words(self.seconds)}"
+        where = f", {self.layout}" if self.layout is not None else ""
+        return f"{waves}, {width}, {again}, {self.precision}{over}{where}: {size}, about {seconds_words(self.seconds)}"
 
 
 def make_plan(job: Job, lanes: int, micro_batch: int, checkpointed: int) -> Plan:
     """The plan with exactly these settings, whether or not it fits."""
     settings = replace(job.like, lanes=lanes, micro_batch=micro_batch, tokens=job.tokens, checkpointed=checkpointed)
-    evaluate = evaluation_tokens(job.shape, settings, job.machine)
-    found = estimate(job.shape, replace(settings, evaluate_tokens=evaluate), job.machine)
+    evaluate = evaluation_tokens(*_fullest(job, settings), job.machine)
+    settings = replace(settings, evaluate_tokens=evaluate)
+    layout, free = None, job.free_bytes
+    if job.devices is None:
+        found = estimate(job.shape, settings, job.machine)
+    else:
+        layout, found, free = lay_out(job.shape, settings, job.machine, job.devices)
     waves, accumulation = math.ceil(job.num_lanes / lanes), math.ceil(job.batch_size / micro_batch)
     step = step_seconds(job.shape, settings, job.machine, lengths=job.lengths, batch_size=job.batch_size)
     return Plan(
         lanes, waves, micro_batch, accumulation, checkpointed, settings.quantization, settings.precision, job.tokens,
-        evaluate, found.peak_bytes, job.free_bytes, found.parts, waves * job.steps * step, job,
+        evaluate, found.peak_bytes, free, found.parts, waves * job.steps * step, job, layout=layout,
     )  # fmt: skip
+
+
+def _fullest(job: Job, settings: Settings) -> tuple[ModelShape, Settings]:
+    """The model as the device with the most of its layers sees it."""
+    if job.devices is None:
+        return job.shape, settings
+    layers = math.ceil(job.shape.layers / len(job.devices.names))
+    return replace(job.shape, layers=layers), replace(settings, checkpointed=min(settings.checkpointed, layers))
 
 
 def evaluation_tokens(shape: ModelShape, settings: Settings, machine: Machine) -> int:

@@ -199,9 +199,8 @@ def _spread(model: Model, layout: Layout, dtype: torch.dtype) -> Spread:
 
     config = AutoConfig.from_pretrained(**hub_arguments(model), trust_remote_code=model.trust_remote_code)
     empty = empty_model(config, dtype)
-    devices = layout.devices
-    places = device_map(empty, devices.kind, layout.room, dtype=dtype, quantization=model.quantization)
-    return Spread(tuple(torch.device(name) for name in devices.names), places)
+    places = device_map(empty, layout.room, dtype=dtype, quantization=model.quantization)
+    return Spread(tuple(torch.device(name) for name in layout.devices.names), places)
 
 
 def adopt(model: Any, tokenizer: Any) -> Base:

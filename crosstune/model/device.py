@@ -19,6 +19,7 @@ import torch
 
 from crosstune.errors import DeviceError
 from crosstune.memory.gpus import Machine, free_ram_bytes, rates_of, this_cpu
+from crosstune.memory.layout import Devices
 from crosstune.memory.precision import Choice, attention_kernel, choose_precision
 from crosstune.recipe import Device
 
@@ -31,6 +32,7 @@ class Place:
     machine: Machine
     precision: Choice
     attention: Choice
+    ways: tuple[Devices | None, ...] = (None,)  # where the base may lie, in the order of preference; None: on `device`
 
     def __str__(self) -> str:
         return f"{self.machine.name}, {self.precision.value} ({self.precision.why}), {self.attention.value} attention"

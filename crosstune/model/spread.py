@@ -77,29 +77,31 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def device_map(
-    model: Any, kind: str, room: Sequence[int], *, dtype: torch.dtype, quantization: str = "none"
-) -> dict[str, int]:
+def device_map(model: Any, room: Sequence[int], *, dtype: torch.dtype, quantization: str = "none") -> dict[str, int]:
     """accelerate's map of a model (on meta tensors): module → place. `room`: bytes of weights that each place may hold.
 
-    balanced spreads evenly, sequential fills place after place. Raises DeviceError if the weights don't fit.
+    Even spreading is a matter of the room, too: accelerate's own balancing weighs weights alone, and lanes and
+    activations follow the layers (it gives three GPUs 8, 18 and 6 layers of an 8B base in NF4).
+    Raises DeviceError if the weights don't fit.
     """
     from accelerate import infer_auto_device_map
-    from accelerate.utils import CustomDtype, get_balanced_memory
+    from accelerate.utils import CustomDtype, compute_module_sizes, get_max_layer_size
 
     whole = list(model._no_split_modules or ())
     small = {"nf4": CustomDtype.INT4, "int8": torch.int8}.get(quantization)
     special = {} if small is None else {f"{name}.weight": small for name in quantized_linears(model)}
-    sizes: dict[str, Any] = {"no_split_module_classes": whole, "dtype": dtype, "special_dtypes": special}
     most: dict[int | str, int] = dict(enumerate(room))
+    # accelerate keeps as much free on the first device, in case a layer were off-loaded and had to be fetched there
+    sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special)
+    most[0] += int(get_max_layer_size(list(model.named_children()), sizes, whole)[0])
     with _no_warnings():
-        if kind == "balanced":
-            most = get_balanced_memory(model, most, low_zero=False, **sizes)
-        found = infer_auto_device_map(model, most, clean_result=False, **sizes)
+        found = infer_auto_device_map(
+            model, most, no_split_module_classes=whole, dtype=dtype, special_dtypes=special, clean_result=False
+        )
     outside = [name for name, place in found.items() if not isinstance(place, int)]
     if outside:
         raise DeviceError(
-            f"device.layers: {kind} has no room for {len(outside)} of the base's {len(found)} parts: {outside[0]} …",
+            f"device.layers: no GPU has room for {len(outside)} of the base's {len(found)} parts: {outside[0]} …",
             "Name more GPUs in device.gpus, set model.quantization: nf4, or device.offload: cpu.",
         )
     return _by_module(model, {name: int(place) for name, place in found.items()})

@@ -77,8 +77,8 @@ def smaller_plan(plan: Plan, doing: str, *, evaluating: bool) -> Plan:
 
 def compare_peak(plan: Plan, device: torch.device) -> str:
     """A hint if the device's peak and the plan's differ by more than 5%; empty if not, and where it can't be told."""
-    if device.type != "cuda":
-        return ""  # a process's resident memory has its peak while the base is loaded
+    if device.type != "cuda" or plan.layout is not None:
+        return ""  # of one device only is it known; a process's resident memory has its peak while the base is loaded
     used = used_bytes(device)
     miss = used / plan.peak_bytes - 1
     if abs(miss) <= PEAK_SHARE:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from crosstune.data.tokens import Tokens
+from crosstune.memory.layout import Layout
 from crosstune.memory.plan import Plan
 from crosstune.model.base import Base
 from crosstune.model.device import Place, free_bytes
@@ -60,9 +61,10 @@ def run_waves(
 class LocalWorkers:
     """This device and this process as the one worker. The base is loaded when it is first needed."""
 
-    def __init__(self, place: Place, load: Callable[[Place], Base], progress: Progress) -> None:
+    def __init__(self, place: Place, load: Callable[[Place, Layout | None], Base], progress: Progress) -> None:
         self._place, self._load_base, self._progress = place, load, progress
         self._base: Base | None = None
+        self._layout: Layout | None = None
 
     def __enter__(self) -> LocalWorkers:
         return self
@@ -81,10 +83,15 @@ class LocalWorkers:
         """The device, with all that was decided about it, and the bytes that are free on it."""
         return self._place, free_bytes(self._place.device)
 
+    def lay_out(self, plan: Plan) -> None:
+        """Load the base as the plan has it: on one device, or over several."""
+        assert self._base is None
+        self._layout = plan.layout
+
     def apply(self, function: Callable[..., Any], *args: Any, tick: Callable[[int], None] | None = None) -> Any:
         """`function(base, *args)`; `tick` is handed on if given."""
         if self._base is None:
-            self._base = self._load_base(self._place)
+            self._base = self._load_base(self._place, self._layout)
         return function(self._base, *args, **({} if tick is None else {"tick": tick}))
 
     def run_waves(

@@ -103,6 +103,10 @@ class RayWorkers:
         found = [self._get(actor.place.remote()) for actor in self._actors]
         return found[0][0], min(free for _, free in found)
 
+    def lay_out(self, plan: Plan) -> None:
+        """Each worker has one GPU, and its base lies there."""
+        assert plan.layout is None
+
     def apply(self, function: Callable[..., Any], *args: Any, tick: Callable[[int], None] | None = None) -> Any:
         """`function(base, *args)` in a worker that is free, or will be; how far it has come isn't told."""
         for left in reversed(range(self.recipe.device.retries + 1)):

@@ -5,19 +5,24 @@ Knows where a run keeps its adapters and which rows each has not seen; `export` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.data.load import load_rows
+from crosstune.data.load import Rows, load_rows
+from crosstune.data.tokenizer import longest_row
 from crosstune.data.tokens import tokenize
-from crosstune.errors import RunError
+from crosstune.errors import DataError, RunError, refuse
 from crosstune.progress import Progress
-from crosstune.recipe import Data, Recipe
+from crosstune.recipe import Data, Lora, Recipe
 from crosstune.result import Result
 from crosstune.store.run import Run
 
 if TYPE_CHECKING:
-    from crosstune.export.average import Averaged
+    from torch import Tensor
+
+    from crosstune.export.average import Averaged, Score
     from crosstune.export.merge import MergeReport
     from crosstune.export.verify import EncodedRow
 
@@ -69,11 +74,22 @@ def merge(
 
 
 def average(
-    run: str | Path, out: str | Path, *, trial: int | str = "best", rank: int | None = None, base: str | None = None
+    run: str | Path,
+    out: str | Path,
+    *,
+    trial: int | str = "best",
+    rank: int | None = None,
+    base: str | None = None,
+    data: Any = None,
+    device: str = "auto",
 ) -> Averaged:
     """Write the average of a trial's fold adapters as one adapter: exact at the sum of their ranks, or cut to `rank`.
 
-    It carries no score: every row of the run was trained on by all of these adapters but one.
+    data    rows to score it on: a path, hub id or data frame; rows that some fold has seen are left out
+    device  where it is scored
+
+    A row of the run can't score it: every one was trained on by all of these adapters but one. Where the run lies
+    inside of a nested cross-validation, its outer fold's rows do, without `data`. Without such rows there's no score.
     """
     from crosstune.export.average import average_adapters
 
@@ -83,7 +99,76 @@ def average(
     if not folders:
         known = ", ".join(str(entry["trial"]) for entry in result.trials)
         raise RunError(f"{str(run)!r} has no trial {trial!r} with finished folds", f"Choose best, or one of {known}.")
-    return average_adapters(folders, out, rank=rank, base=base)
+    unseen = rows_no_fold_saw(Run.read(run), data)
+    score = None if unseen is None else partial(_score, Run.read(run), unseen, folders[0], base, device)
+    return average_adapters(folders, out, rank=rank, base=base, score=score)
+
+
+def rows_no_fold_saw(run: Run, data: Any = None) -> Rows | None:
+    """The rows of `data` that no lane of the run was trained or scored on; without it, those of its outer fold.
+
+    None where there are none to be had; raises DataError where `data` was given and holds no new row.
+    """
+    outer = _outer_rows(run)
+    section = _data_section(run, data)
+    if data is None and (not outer or section.path.endswith(" in memory")):
+        return None
+    table = run.read_table("row_hashes.parquet")
+    if table is None:
+        raise RunError(f"{str(run.folder)!r} has lost row_hashes.parquet, which says what its folds saw", "Restore it.")
+    seen = {bytes(key) for row, key in zip(table["row"], table["hash"], strict=True) if int(row) not in outer}
+    rows = load_rows(section.path if data is None or isinstance(data, str | Path) else data, section)
+    old = [row.number for row, key in zip(rows.rows, rows.hashes, strict=True) if key in seen]
+    if len(old) == len(rows):
+        raise DataError(
+            f"{rows.name}: all {len(rows)} rows are among those of the run, which its folds have seen",
+            "Give rows that were kept aside (data=…, --data FILE).",
+        )
+    return rows.without(old)
+
+
+def _outer_rows(run: Run) -> set[int]:
+    """Numbers of the rows that a nested cross-validation set aside before this run, the choice within, began."""
+    folder = run.folder.with_name(f"{run.folder.name}-chosen")
+    if not run.folder.name.startswith("outer-") or not (folder / "journal.jsonl").is_file():
+        return set()
+    chosen = Run.read(folder)
+    table = chosen.read_folds()
+    same_rows = chosen.events("created")[0]["data"] == run.events("created")[0]["data"]
+    return set() if table is None or not same_rows else set(table["row"].tolist())
+
+
+def _score(
+    run: Run,
+    rows: Rows,
+    folder: Path,
+    base_name: str | None,
+    device: str,
+    layers: Sequence[str],
+    adapters: Sequence[tuple[Lora, Mapping[str, Tensor]]],
+) -> Score:
+    """The loss of the base and of each adapter on `rows`, all adapters together as lanes."""
+    from crosstune.export.average import Score
+    from crosstune.export.companions import load_saved_tokenizer
+    from crosstune.model.attach import LaneSpec, attached
+    from crosstune.model.base import load_base, load_config
+    from crosstune.model.device import choose_device
+    from crosstune.train.evaluate import score_base, score_lanes
+
+    recipe = Recipe.build({**run.stored_recipe()})
+    model = recipe.model if base_name is None else recipe.model.model_copy(update={"name": base_name})
+    tokenizer = load_saved_tokenizer(folder)
+    tokens = tokenize(rows, tokenizer, recipe.data, cache=None, limit=longest_row(load_config(model), tokenizer))
+    refuse(tokens.findings)
+    place = choose_device(recipe.device.model_copy(update={"kind": device, "gpus": "auto"}))
+    base = load_base(model, tokenizer, device=place.device, precision=place.precision.value)
+    every = range(len(tokens))
+    untuned = score_base(base, tokens, every)
+    with attached(base, [LaneSpec(lora, tuple(layers), 0) for lora, _ in adapters]) as slots:
+        for k, (_, tensors) in enumerate(adapters):
+            slots.load(k, tensors)
+        losses = [scores.loss for scores in score_lanes(slots, tokens, [every] * len(adapters))]
+    return Score(rows.name, len(rows), losses[0], untuned.loss, tuple(losses[1:]))
 
 
 def chosen_fit(source: str | Path, trial: int | str) -> Path:

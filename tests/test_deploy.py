@@ -12,13 +12,14 @@ import pytest
 import crosstune
 from crosstune.data.load import load_rows
 from crosstune.deploy import average, merge, rows_for
-from crosstune.errors import ModelError, RunError
+from crosstune.errors import DataError, ModelError, RunError
 from crosstune.fitting import fit
+from crosstune.nested import nested_cross_validate
 from crosstune.progress import Quiet
 from crosstune.recipe import Data
 from crosstune.store.run import Run
 from crosstune.train.generate import Sampling
-from tests.test_fit import CHAT8, LORA, recipe, run_folds
+from tests.test_fit import CHAT8, CHAT24, LORA, recipe, run_folds
 from tests.tiny import make_tiny
 
 LEARN_BY_HEART = {
@@ -78,6 +79,48 @@ def test_the_average_of_a_runs_folds_opens_and_merges(tiny, tmp_path):
     merge(tmp_path / "small", tmp_path / "merged")
     with pytest.raises(RunError, match="no trial 3"):
         average(tmp_path / "run", tmp_path / "other", trial=3)
+
+
+def test_an_average_is_scored_on_new_rows_of_a_file_as_peft_scores_it(tiny, tmp_path):
+    run_folds(tiny, tmp_path / "run")
+    known = set(load_rows(CHAT8, Data(path=CHAT8)).hashes)
+    rows = load_rows(CHAT24, Data(path=CHAT24))
+    lines = Path(CHAT24).read_text().splitlines(keepends=True)
+    new = [line for line, key in zip(lines, rows.hashes, strict=True) if key not in known]
+    mixed, only_new = tmp_path / "mixed.jsonl", tmp_path / "new.jsonl"
+    mixed.write_text(Path(CHAT8).read_text() + "".join(new))
+    only_new.write_text("".join(new))
+    made = average(tmp_path / "run", tmp_path / "mean", rank=4, data=str(mixed), device="cpu")
+    assert made.score.rows == len(new) > 8
+    want = merge(tmp_path / "mean", tmp_path / "merged", data=str(only_new)).verification  # by PEFT's own forward
+    assert made.score.loss == pytest.approx(want.loss_adapter, rel=1e-5)
+    assert made.score.base_loss == pytest.approx(want.loss_base, rel=1e-5)
+    alone = [
+        merge(Run.read(tmp_path / "run").lane_folder(0, fold), tmp_path / f"alone-{fold}", data=str(only_new))
+        for fold in range(3)
+    ]
+    assert made.score.alone == pytest.approx([one.verification.loss_adapter for one in alone], rel=1e-5)
+    assert f"{len(new)} rows of" in (tmp_path / "mean" / "README.md").read_text()
+
+
+def test_an_average_has_no_score_where_every_row_was_seen(tiny, tmp_path):
+    run_folds(tiny, tmp_path / "run")
+    made = average(tmp_path / "run", tmp_path / "mean")
+    assert made.score is None and "no score" in made.words()
+    with pytest.raises(DataError, match="all 8 rows are among those of the run"):
+        average(tmp_path / "run", tmp_path / "other", data=CHAT8)
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_average_within_a_nested_cross_validation_is_scored_on_the_outer_fold(tiny, tmp_path):
+    tree = recipe(tiny, tmp_path / "n", folds={"k": 2, "outer": 2}, data=CHAT24, sweep={"lora.rank": [2, 4]})
+    nested_cross_validate(tree, progress=Quiet())
+    for fold in range(2):
+        made = average(tmp_path / "n" / f"outer-{fold}", tmp_path / f"mean-{fold}", device="cpu")
+        outside = Run.read(tmp_path / "n" / f"outer-{fold}-chosen")
+        assert made.score.rows == len(outside.read_folds()["row"])
+        assert made.score.base_loss == pytest.approx(outside.finished_lanes()[0, 0]["base_loss"], rel=1e-5)
+        assert made.score.loss < made.score.base_loss
 
 
 NEW_PROCESS = """

@@ -2,22 +2,23 @@
 
 The average of K changes of a weight, (1/K) Σ s_k B_k A_k, is one product of the stacked matrices. A lower rank keeps
 its largest singular values, and the share that is lost is said. Each row was trained on by all folds but one, so no row
-of the run can score the average: only an outer fold can.
+of the run can score the average: only an outer fold can, or rows from elsewhere. Who has such rows passes `score`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from crosstune.errors import ModelError
-from crosstune.export.adapter import save_adapter
+from crosstune.export.adapter import WEIGHTS, save_adapter
 from crosstune.export.changes import LowRank
 from crosstune.export.companions import has_tokenizer, load_saved_tokenizer, stop_ids_in
 from crosstune.export.saved import (
@@ -31,6 +32,30 @@ from crosstune.export.saved import (
 from crosstune.model.base import hub_arguments
 from crosstune.recipe import Lora, Model
 
+Adapter = tuple[Lora, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Loss on rows that none of the adapters has seen: of the average, of the untuned base, of each adapter alone."""
+
+    rows_of: str
+    rows: int
+    loss: float
+    base_loss: float
+    alone: tuple[float, ...]
+
+    def words(self) -> str:
+        """One line for a person."""
+        single = sum(self.alone) / len(self.alone)
+        return (
+            f"loss {self.loss:.4f} on {self.rows} rows of {self.rows_of} that none of them saw "
+            f"(each alone {single:.4f} on average, untuned base {self.base_loss:.4f})"
+        )
+
+
+ScoreOf = Callable[[Sequence[str], Sequence[Adapter]], Score]  # layers; the average, then each adapter
+
 
 @dataclass(frozen=True)
 class Averaged:
@@ -41,21 +66,31 @@ class Averaged:
     adapters: int
     lost: float  # share of the average's size (Frobenius norm) that the rank leaves out, over all layers; 0.0: exact
     worst: tuple[str, float]  # the layer that lost the largest share
+    score: Score | None = None
 
     def words(self) -> str:
         """One line for a person."""
         name, share = self.worst
         exact = "exactly" if self.lost < 1e-6 else f"less {self.lost:.2%} of its size (most in {name}: {share:.2%})"
-        return f"{self.folder}: the average of {self.adapters} adapters, {exact}, rank {self.rank}"
+        scored = (
+            "no score: each row of the run was trained on by some of them" if self.score is None else self.score.words()
+        )
+        return f"{self.folder}: the average of {self.adapters} adapters, {exact}, rank {self.rank}\n{scored}"
 
 
 def average_adapters(
-    folders: Sequence[str | Path], out: str | Path, *, rank: int | None = None, base: str | None = None
+    folders: Sequence[str | Path],
+    out: str | Path,
+    *,
+    rank: int | None = None,
+    base: str | None = None,
+    score: ScoreOf | None = None,
 ) -> Averaged:
     """Write the average of PEFT adapters of one base to `out`.
 
     rank  None: the sum of the ranks, exact. Otherwise the best approximation of that rank, by singular values
     base  hub id, folder or .gguf; default: the one that the first adapter names
+    score  scores layers and adapters on rows that are new to all of them; None where there are no such rows
 
     Scores aren't carried over: no row of the run is new to all of these adapters.
     """
@@ -76,18 +111,27 @@ def average_adapters(
         a, b, sizes[layer] = _average([_low_rank(adapter, layer) for adapter in adapters], kept)
         key = f"base_model.model.{layer.removesuffix('.weight')}"
         tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    lora = Lora(rank=kept, alpha=float(kept))  # scale 1: the scales are in the matrices
+    layers = [layer.removesuffix(".weight") for layer in adapters[0].changes]
+    found = None if score is None else score(layers, [(lora, tensors), *map(_as_trained, adapters)])
     save_adapter(
         out,
         tensors,
-        Lora(rank=kept, alpha=float(kept)),  # scale 1: the scales are in the matrices
-        target_names=[layer.removesuffix(".weight") for layer in adapters[0].changes],
+        lora,
+        target_names=layers,
         base_name=name,
         tokenizer=load_saved_tokenizer(places[0]) if has_tokenizer(places[0]) else None,
         stop_ids=sorted({token for place in places for token in stop_ids_in(place)}),
-        card=_card(places, kept, full, sizes),
+        card=_card(places, kept, full, sizes, found),
         base_files=recorded_checksums(places[0]),
     )
-    return Averaged(Path(out), kept, len(places), _share(sizes.values()), _worst(sizes))
+    return Averaged(Path(out), kept, len(places), _share(sizes.values()), _worst(sizes), found)
+
+
+def _as_trained(adapter: SavedAdapter) -> Adapter:
+    config = adapter.config
+    lora = Lora(rank=config.r, alpha=float(config.lora_alpha), rslora=bool(config.use_rslora))
+    return lora, load_file(adapter.folder / WEIGHTS)
 
 
 def _average(parts: Sequence[LowRank], rank: int) -> tuple[Tensor, Tensor, tuple[float, float]]:
@@ -141,7 +185,9 @@ def _refuse_unlike(adapters: Sequence[SavedAdapter]) -> None:
             )
 
 
-def _card(places: Sequence[Path], kept: int, full: int, sizes: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+def _card(
+    places: Sequence[Path], kept: int, full: int, sizes: Mapping[str, tuple[float, float]], score: Score | None
+) -> dict[str, Any]:
     lost = _share(sizes.values())
     return {
         "title": f"Average of {len(places)} LoRA adapters",
@@ -149,6 +195,8 @@ def _card(places: Sequence[Path], kept: int, full: int, sizes: Mapping[str, tupl
         "rank": kept,
         "rank of the exact average": full,
         "share lost by the rank": lost,
-        "score": "none: each row of the run was trained on by some of these adapters",
+        "score": "none: each row of the run was trained on by some of these adapters"
+        if score is None
+        else score.words(),
         "quantization": read_facts(places[0]).get("quantization", "none"),
     }

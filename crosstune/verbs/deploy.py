@@ -50,15 +50,18 @@ def merge(source: str, out: str, trial: str, as_json: bool, **how: Any) -> None:
 @trial_option
 @click.option("--rank", type=click.IntRange(min=1), help="Default: the sum of the folds' ranks, which is exact.")
 @base_option
-def average(run: str, out: str, trial: str, rank: int | None, base: str | None) -> None:
+@click.option("--data", metavar="FILE", help="Rows to score it on; those that a fold has seen are left out.")
+@click.option("--device", default="auto", show_default=True, help="Where it is scored.")
+def average(run: str, out: str, trial: str, **how: Any) -> None:
     """Average a run's fold adapters into one.
 
-    It carries no score: every row was trained on by all of them but one.
+    Every row of the run was trained on by all of them but one, so it is scored on other rows only: those of --data, or
+    of the outer fold of a nested cross-validation.
     """
     from crosstune.deploy import average
 
     with only_results_on_stdout():
-        made = average(run, out, trial=trial_number(trial), rank=rank, base=base)
+        made = average(run, out, trial=trial_number(trial), **how)
     click.echo(made.words())
 
 

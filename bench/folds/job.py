@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,8 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         """Keywords of `crosstune.cross_validate`."""
-        if self.tokens:
-            data = text_rows(self.rows, self.tokens)
-        else:
-            data = [text_rows(1, length, seed=i)[0] for i, length in enumerate(self.lengths())]
         return {
-            "data": data,
+            "data": list(_texts(tuple(self.lengths()))),
             "folds": {"kind": "kfold", "k": self.folds, "duplicates": "ignore"},
             "lora": {"rank": RANK, "alpha": ALPHA, "dropout": 0.0},
             "train": {"epochs": 1, "batch_size": BATCH, "learning_rate": self.learning_rate, "warmup": 0},
@@ -65,6 +62,13 @@ class Job:
         """4 a training token and base parameter (no weight gradients), 2 a held-out token."""
         each, train = sum(self.lengths()), (self.folds - 1) * sum(self.lengths())
         return base_parameters(shape, vocab) * (4 * train + 2 * each)
+
+
+@cache
+def _texts(lengths: tuple[int, ...]) -> list[dict[str, str]]:
+    if len(set(lengths)) == 1:
+        return text_rows(len(lengths), lengths[0])
+    return [text_rows(1, length, seed=i)[0] for i, length in enumerate(lengths)]
 
 
 @dataclass(frozen=True)

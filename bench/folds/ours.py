@@ -78,15 +78,15 @@ def together(calls: list[dict[str, Any]], lanes: int) -> dict[str, Any]:
 def call(model: Any, job: Job, lanes: int) -> dict[str, Any]:
     """One cross-validation: its seconds, what its journal says, padding, peak memory, losses."""
     start_peak()
-    words: dict[str, Any] = {"device": {"lanes": 1}} if lanes == 1 else {}
+    words = {**job.settings(), "model": model, "tokenizer": tokenizer(), "progress": StageClock()}
+    if lanes == 1:
+        words["device"] = {"lanes": 1}
     if lanes > job.folds:
         words["sweep"] = {"train.learning_rate": [share * job.learning_rate for share in TRIALS[: lanes // job.folds]]}
-    clock = StageClock()
+    clock: StageClock = words["progress"]
     with tempfile.TemporaryDirectory() as folder, counting() as (train, evaluated):
         began = now()
-        result = crosstune.cross_validate(
-            model=model, tokenizer=tokenizer(), output=f"{folder}/run", progress=clock, **words, **job.settings()
-        )
+        result = crosstune.cross_validate(output=f"{folder}/run", **words)
         seconds = now() - began
         run = Run.read(result.run)
         waves, plan = run.events("wave_finished"), run.events("plan")[-1]

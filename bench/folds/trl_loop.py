@@ -53,7 +53,7 @@ class TrlPeer(Peer):
 
     def ready(self, prepared: Prepared, fold: Fold) -> None:
         """Datasets of ids and labels."""
-        self.learning_rate = prepared.job.learning_rate
+        self.learning_rate, self.tokenizer = prepared.job.learning_rate, tokenizer()
         order, held = prepared.order(fold), prepared.held_out(fold)
         self.lengths = [int(prepared.tokens.lengths[row]) for row in order]
         self.train_set = Dataset.from_list([prepared.row(row) for row in order])
@@ -63,7 +63,7 @@ class TrlPeer(Peer):
         """The trainer puts the adapter on."""
         self.trainer = TimedTrainer(
             model=self.model, args=self.config(), train_dataset=self.train_set, eval_dataset=self.held_out,
-            processing_class=tokenizer(), peft_config=lora_config(),
+            processing_class=self.tokenizer, peft_config=lora_config(),
         )  # fmt: skip
         self.look_on()
 

@@ -14,7 +14,6 @@ from unsloth import FastLanguageModel
 
 from bench.folds.job import ALPHA, RANK, TARGETS
 from bench.folds.trl_loop import TimedTrainer, TrlPeer
-from bench.shapes import tokenizer
 
 WRITE = """
 import sys
@@ -56,7 +55,7 @@ class UnslothPeer(TrlPeer):
             weight.grad = None
         self.trainer = TimedTrainer(
             model=self.model, args=self.config(), train_dataset=self.train_set, eval_dataset=self.held_out,
-            processing_class=tokenizer(),
+            processing_class=self.tokenizer,
         )  # fmt: skip
         self.look_on()
 

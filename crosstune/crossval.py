@@ -165,7 +165,7 @@ def _train(run: Run, work: _Work) -> None:
     metric = str(recipe.sweep.get("metric", "loss"))
     search = open_search(recipe, folds=len(work.folds), higher_is_better=find_metric(metric).higher_is_better)
     schedule = Schedule(
-        run, search, lambda trial: make_jobs(work.workers, trial, work.folds),
+        run, search, lambda trial: _as_kept(run, make_jobs(work.workers, trial, work.folds)),
         trials=trials, lanes=plan.lanes, metric=metric, report=recorder, examine=examine,
     )  # fmt: skip
     work.workers.run_waves(
@@ -231,6 +231,17 @@ def make_jobs(workers: LocalWorkers | RayWorkers, trial: Trial, folds: Sequence[
         )
         for fold in folds
     ]  # fmt: skip
+
+
+def _as_kept(run: Run, jobs: Sequence[LaneJob]) -> Sequence[LaneJob]:
+    """The jobs, once it is sure that what an earlier call kept of them are adapters of their layers."""
+    from crosstune.export.saved import refuse_other_layers
+
+    finished = run.finished_lanes()
+    for job in jobs:
+        if (job.trial, job.fold) in finished:
+            refuse_other_layers(run.lane_folder(job.trial, job.fold) / "adapter", job.targets)
+    return jobs
 
 
 def _score_base(run: Run, workers: LocalWorkers | RayWorkers, tokens: Tokens, held_out: Any, progress: Progress) -> Any:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from crosstune.crossval import cross_validate
-from crosstune.errors import RunError
+from crosstune.errors import ModelError, RunError
 from crosstune.progress import Quiet
 from crosstune.store.run import Run
 from crosstune.train import wave as wave_module
@@ -110,9 +111,9 @@ def test_c02_each_fold_keeps_its_own_best_step(
     touched: dict[int, dict[str, int]] = {}
     real = wave_module.train_step
 
-    def watching(slots: Any, optimizer: Any, lanes: Any, batches: Any) -> Any:
+    def watching(slots: Any, optimizer: Any, lanes: Any, batches: Any, *run: Any) -> Any:
         touched[lanes[0].job.fold] = times(tmp_path / "run" / "lanes") if (tmp_path / "run" / "lanes").exists() else {}
-        return real(slots, optimizer, lanes, batches)
+        return real(slots, optimizer, lanes, batches, *run)
 
     monkeypatch.setattr(wave_module, "train_step", watching)
     train = {"max_steps": 4, "keep": "best", "stop": {"on": "held_out", "patience": 9}}
@@ -143,7 +144,7 @@ def test_p02_a_lane_that_turns_infinite_fails_alone_and_is_not_averaged_in(
     cross_validate(recipe, progress=Quiet())
     real = wave_module.train_step
 
-    def infinite_embeddings_in_fold_1_at_step_2(slots: Any, optimizer: Any, lanes: Any, batches: Any) -> Any:
+    def infinite_embeddings_in_fold_1_at_step_2(slots: Any, optimizer: Any, lanes: Any, batches: Any, *run: Any) -> Any:
         def hook(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
             rows = out.shape[0] // len(lanes)
             out = out.clone()
@@ -151,10 +152,10 @@ def test_p02_a_lane_that_turns_infinite_fails_alone_and_is_not_averaged_in(
             return out
 
         if lanes[0].step != 1:
-            return real(slots, optimizer, lanes, batches)
+            return real(slots, optimizer, lanes, batches, *run)
         handle = slots.base.model.get_input_embeddings().register_forward_hook(hook)
         try:
-            return real(slots, optimizer, lanes, batches)
+            return real(slots, optimizer, lanes, batches, *run)
         finally:
             handle.remove()
 
@@ -194,6 +195,41 @@ def test_p02_a_lane_that_turns_infinite_fails_alone_and_is_not_averaged_in(
     assert not unreadable(tmp_path / "run")
 
 
+def test_c03a_a_renamed_key_in_what_was_kept_is_named_when_the_run_goes_on(
+    tiny: Path, cases: Path, tmp_path: Path
+) -> None:
+    recipe = asked(tiny, cases / "chat8.jsonl", tmp_path / "run", k=2, train={"checkpoint_every": 1})
+    with pytest.raises(Stopped):
+        cross_validate(recipe, progress=Telling(4))  # two steps a fold: the first is over, of the second two are kept
+    file = Run.read(tmp_path / "run").lane_folder(0, 0) / "adapter" / "adapter_model.safetensors"
+    whole, tensors = file.read_bytes(), load_file(file)
+    old = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    new = old.replace("layers.1", "layer.1")
+    save_file({new if key == old else key: tensor for key, tensor in tensors.items()}, file)
+    with pytest.raises(ModelError, match="adapter-keys") as refused:
+        cross_validate(recipe, progress=Quiet())
+    assert refused.value.exit_code == 2
+    assert f"missing: {old}" in refused.value.problem
+    assert f"unexpected: {new}" in refused.value.problem
+    file.write_bytes(whole[:100])
+    with pytest.raises(ModelError, match="can't be read"):
+        cross_validate(recipe, progress=Quiet())
+    file.write_bytes(whole)
+
+    # In a checkpoint a renamed tensor is damage like any other: named, and the one before it taken.
+    newest = max((tmp_path / "run").glob("checkpoints/*/*.safetensors"))
+    with safe_open(newest, framework="pt") as kept:
+        header, tensors = kept.metadata(), {key: kept.get_tensor(key) for key in kept.keys()}  # noqa: SIM118
+    save_file({key.replace("parameters", "parameter"): tensor for key, tensor in tensors.items()}, newest, header)
+    progress = Telling()
+    assert not cross_validate(recipe, progress=progress).failed
+    assert [text for text in progress.said if newest.name in text and "damaged" in text]
+    cross_validate({**recipe, "output": str(tmp_path / "alone")}, progress=Quiet())
+    found, want = digests(tmp_path / "run"), digests(tmp_path / "alone")
+    assert found.pop("recipe.yaml") != want.pop("recipe.yaml")
+    assert found == want
+
+
 def test_m01_nothing_of_a_fold_is_alive_when_the_next_one_begins(
     tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +237,7 @@ def test_m01_nothing_of_a_fold_is_alive_when_the_next_one_begins(
     alive: dict[int, int] = {}
     real = wave_module.train_step
 
-    def watching(slots: Any, optimizer: Any, lanes: Any, batches: Any) -> Any:
+    def watching(slots: Any, optimizer: Any, lanes: Any, batches: Any, *run: Any) -> Any:
         fold = lanes[0].job.fold
         if fold not in alive:
             dead = [other for other, ref in born if other != fold and ref() is not None]
@@ -211,7 +247,7 @@ def test_m01_nothing_of_a_fold_is_alive_when_the_next_one_begins(
             gc.collect()
             tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
             alive[fold] = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
-        return real(slots, optimizer, lanes, batches)
+        return real(slots, optimizer, lanes, batches, *run)
 
     monkeypatch.setattr(wave_module, "train_step", watching)
     cross_validate(asked(tiny, cases / "chat24.jsonl", tmp_path / "run", k=4), progress=Quiet())

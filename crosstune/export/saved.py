@@ -9,7 +9,7 @@ import copy
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -28,6 +28,7 @@ from crosstune.export.changes import Change, LowRank, Replaced, Rows
 from crosstune.export.folder import wrong_checksums
 
 PREFIX = "base_model.model."
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,9 @@ def _checked(folder: Path, config: LoraConfig, base_config: PretrainedConfig) ->
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"{folder / WEIGHTS} can't be read: {first_line(error)}", "Write the adapter again (fit, or run)."
-        ) from None
+        raise _unreadable(folder, error) from None
     model = _on_meta(config, base_config, _rows_in(tensors))
-    refuse_wrong_keys(tensors, _expected(model), folder)
+    refuse_wrong_keys({key: tuple(tensor.shape) for key, tensor in tensors.items()}, _expected(model), folder)
     has_biases = any(name.endswith("base_layer.bias") for name in model.state_dict())
     if config.bias != "none" and has_biases and not any(key.endswith(".bias") for key in tensors):
         raise ModelError(
@@ -135,6 +134,12 @@ def _checked(folder: Path, config: LoraConfig, base_config: PretrainedConfig) ->
     if infinite:
         raise ModelError(f"{infinite[0]} holds numbers that are not finite", "Train that lane again.")
     return tensors, model
+
+
+def _unreadable(folder: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"{folder / WEIGHTS} can't be read: {first_line(error)}", "Write the adapter again (fit, or run)."
+    )
 
 
 def model_config(place: Mapping[str, Any]) -> PretrainedConfig:
@@ -161,14 +166,14 @@ def recorded_checksums(folder: Path) -> dict[str, str]:
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
-def refuse_wrong_keys(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def refuse_wrong_keys(found: Mapping[str, Shape], expected: Mapping[str, Shape], folder: Path) -> None:
     """adapter-keys: every missing, unexpected or misshapen key at once. PEFT only warns, and acts as the bare base."""
-    missing = sorted(set(expected) - set(tensors))
-    unexpected = sorted(key for key in set(tensors) - set(expected) if not _is_embedding(key))
+    missing = sorted(set(expected) - set(found))
+    unexpected = sorted(key for key in set(found) - set(expected) if not _is_embedding(key))
     misshapen = [
-        f"{key} {tuple(tensors[key].shape)}, not {shape}"
+        f"{key} {found[key]}, not {shape}"
         for key, shape in sorted(expected.items())
-        if key in tensors and tuple(tensors[key].shape) != shape
+        if key in found and found[key] != shape
     ]
     faults = [("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen)]
     if any(keys for _, keys in faults):
@@ -177,6 +182,17 @@ def refuse_wrong_keys(tensors: Mapping[str, Tensor], expected: Mapping[str, tupl
             f"adapter-keys: {folder / WEIGHTS} doesn't fit its base. {words}",
             "Is this the base it was trained on, and the file as it was written? Otherwise train or export it again.",
         )
+
+
+def refuse_other_layers(folder: Path, layers: Sequence[str]) -> None:
+    """adapter-keys, for an adapter that is known to be plain LoRA on these layers. Reads the file's header only."""
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(folder, error) from None
+    keys = [f"{PREFIX}{layer}.lora_{part}.weight" for layer in layers for part in "AB"]
+    refuse_wrong_keys(found, {key: found.get(key, ()) for key in keys}, folder)
 
 
 def _on_meta(config: LoraConfig, base_config: PretrainedConfig, rows: int | None) -> Any:

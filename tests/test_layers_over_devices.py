@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import crosstune
+from crosstune import resources
 from crosstune.errors import DeviceError
 from crosstune.memory.block import Settings
 from crosstune.memory.explain import explain
@@ -23,16 +26,18 @@ from crosstune.memory.plan import plan_memory
 from crosstune.memory.shape import ModelShape
 from crosstune.model.attach import attached
 from crosstune.model.base import load_base
+from crosstune.model.device import choose_device
 from crosstune.model.shards import put
 from crosstune.model.spread import Spread, device_map, empty_model
 from crosstune.progress import Quiet
-from crosstune.recipe import Model, Recipe
+from crosstune.recipe import Device, Model, Recipe
 from crosstune.train.checkpoint import Checkpoints
+from crosstune.train.generate import Prompt, Sampling, begin, generate_lanes
 from crosstune.train.spread_optimizer import SpreadAdamW, lane_adamw
 from crosstune.train.state import Standing, pack_wave, unpack_wave
 from crosstune.train.wave import run_wave
 from tests.lanes import Outcome, PlanOf, fold_job, random_tokens, run
-from tests.tiny import make_tiny
+from tests.tiny import CASES, make_tiny
 
 MUCH = 1 << 30
 
@@ -218,6 +223,38 @@ def test_the_base_is_as_it_was_afterwards(folder):
     assert (base.digest(), [name for name, _ in base.model.named_modules()]) == (before, names)
 
 
+def test_lanes_write_the_same_answers(folder):
+    found = []
+    for devices in (("cpu",), ("cpu", "cpu")):
+        base = load(folder, devices)
+        jobs = jobs_of(base)
+        with attached(base, [job.spec for job in jobs]) as slots:
+            rows = 0.3 * torch.randn(3, slots.size, generator=torch.Generator().manual_seed(3))
+            for k in range(3):
+                slots.put_row(k, rows[k])
+            slots.refresh()
+            draw = np.random.default_rng(0)
+            prompts = [Prompt(at, at + 1, draw.integers(0, 360, 5 + at).astype(np.int32)) for at in range(4)]
+            found.append(generate_lanes(begin(slots), [prompts] * 3, Sampling(8), pad_id=364, stop_ids=(368,)))
+    assert found[0] == found[1]
+
+
+def test_a_whole_cross_validation_over_two_places(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("CROSSTUNE_CACHE", "")
+    place = choose_device(Device(kind="cpu"))
+    losses = []
+    for name, way in (("one", None), ("two", Devices(("cpu", "cpu"), (2 * GIB, 2 * GIB)))):
+        monkeypatch.setattr(resources, "_choose_place", lambda asked, way=way: replace(place, ways=(way,)))
+        result = crosstune.cross_validate(
+            data=str(CASES / "chat8.jsonl"), model=str(folder), output=str(tmp_path / name), folds={"k": 2},
+            train={"epochs": 1, "batch_size": 4}, evaluate={"metrics": ["loss", "exact_match"]}, progress=Quiet(),
+        )  # fmt: skip
+        losses.append(result.mean)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    told = [json.loads(line) for line in (tmp_path / "two" / "journal.jsonl").read_text().splitlines()]
+    assert not [event for event in told if event["event"] == "lane_failed"]
+
+
 # — the plan —
 
 LLAMA = ModelShape.read("tests/cases/llama3-8b")
@@ -371,3 +408,31 @@ def test_two_gpus_give_what_one_gives(folder, kind, counts, precision):
         np.testing.assert_allclose(outcomes[0].lane(fold).losses, outcomes[1].lane(fold).losses, rtol=rtol)
     if precision == "fp32":
         same_training(*outcomes, rtol=1e-4)
+
+
+ONE_OF_TWO = """
+import sys
+import crosstune
+result = crosstune.cross_validate(data=sys.argv[1], model=sys.argv[2], output=sys.argv[3], folds={"k": 2},
+                                  train={"epochs": 1}, device={"gpus": [1]})
+import pynvml
+pynvml.nvmlInit()
+print("USED", *(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used for gpu in (0, 1)))
+"""
+
+
+@pytest.mark.gpu
+@needs_two
+def test_gpu_1_alone_is_touched(folder, tmp_path):
+    """By NVML: the other GPU's used bytes are the same while the process still holds its own."""
+    import subprocess
+    import sys
+
+    pynvml = pytest.importorskip("pynvml")
+    pynvml.nvmlInit()
+    before = [pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used for gpu in (0, 1)]
+    command = [sys.executable, "-c", ONE_OF_TWO, str(CASES / "chat8.jsonl"), str(folder), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    used = [int(word) for word in done.stdout.split("USED")[1].split()]
+    assert abs(used[0] - before[0]) < 16 << 20
+    assert used[1] - before[1] > 200 << 20

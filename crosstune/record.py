@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from crosstune.data.tokens import Tokens
-from crosstune.export.adapter import save_adapter
+from crosstune.export.adapter import Written, save_adapter, write_weights
 from crosstune.recipe import Recipe
 from crosstune.store.run import Run
 from crosstune.sweep import Trial
 from crosstune.train.fault import blamed
 from crosstune.train.lane import LaneJob, RowScores
 from crosstune.train.recover import PlanChanged
-from crosstune.train.wave import Event, LaneEvaluated, LaneFinished, LaneGivenUp, LaneRetired, StepKept, WaveFinished
+from crosstune.train.wave import (
+    Event,
+    LaneEvaluated,
+    LaneFinished,
+    LaneGivenUp,
+    LaneRetired,
+    LaneTrained,
+    StepKept,
+    WaveFinished,
+)
+
+WRITERS = 4  # adapters written at a time, while their lanes are scored
+EARLY = ".adapter.part"  # an adapter's tensors, until its scores are known
 
 
 @dataclass
@@ -37,11 +50,13 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._scored = {(event["trial"], event["fold"], event["step"]) for event in self.run.events("lane_evaluated")}
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="crosstune-writer")
+        self._being_written: dict[tuple[int, int | None], Future[Written]] = {}
 
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
         if (
-            isinstance(event, StepKept | LaneFinished | LaneRetired | LaneGivenUp)
+            isinstance(event, StepKept | LaneTrained | LaneFinished | LaneRetired | LaneGivenUp)
             and (event.job.trial, event.job.fold) in self.run.lanes_over()
         ):
             return
@@ -54,6 +69,9 @@ class Recorder:
         elif isinstance(event, StepKept):
             with blamed(lambda reason: self._fail(event.job, reason, event.step)):
                 self._keep_step(event)
+        elif isinstance(event, LaneTrained):
+            file = self.folder(event.job) / EARLY
+            self._being_written[_key(event.job)] = self._writers.submit(write_weights, file, event.adapter)
         elif isinstance(event, LaneFinished):
             with blamed(lambda reason: self._fail(event.job, reason, event.steps)):
                 self._finish(event)
@@ -68,6 +86,8 @@ class Recorder:
             self.run.record("wave_finished", lanes=[[job.trial, job.fold] for job in event.jobs], **facts)
 
     def _fail(self, job: LaneJob, reason: str, step: int) -> None:
+        if (writing := self._being_written.pop(_key(job), None)) is not None:
+            wait([writing])
         shutil.rmtree(self.folder(job), ignore_errors=True)  # what was written of it before it failed
         self.run.record("lane_failed", **_lane(job), reason=reason, step=step)
 
@@ -118,6 +138,7 @@ class Recorder:
             "settings": dict(self.trials[job.trial].settings), "lora": job.lora.model_dump(mode="json"),
             "train": job.train.model_dump(mode="json"), "result": {key: _short(value) for key, value in record.items()},
         }  # fmt: skip
+        writing = self._being_written.pop(_key(job), None) if name == "adapter" else None
         save_adapter(
             self.folder(job) / name,
             adapter,
@@ -127,6 +148,7 @@ class Recorder:
             tokenizer=self.tokenizer,
             stop_ids=self.tokens.stop_ids,
             card=card,
+            written=None if writing is None else writing.result(),
         )
 
     def folder(self, job: LaneJob) -> Path:
@@ -153,6 +175,10 @@ def read_base_scores(run: Run, tokens: Tokens, rows: NDArray[np.int64]) -> RowSc
 def _only(scores: RowScores, rows: NDArray[np.int64]) -> RowScores:
     place = np.searchsorted(scores.rows, rows)
     return RowScores(rows, scores.nll[place], scores.targets[place], scores.hits[place])
+
+
+def _key(job: LaneJob) -> tuple[int, int | None]:
+    return job.trial, job.fold
 
 
 def _lane(job: LaneJob) -> dict[str, Any]:

@@ -140,10 +140,10 @@ def in_training(error: BaseException, fold: int = 1, step: int = 2) -> Inject:
     """A step of the wave that holds a fold raises."""
     real = wave_module.train_step
 
-    def train_step(slots: Any, optimizer: Any, lanes: Sequence[Lane], batches: Any) -> Any:
+    def train_step(slots: Any, optimizer: Any, lanes: Sequence[Lane], batches: Any, *run: Any) -> Any:
         if any(lane.job.fold == fold and lane.step == step for lane in lanes):
             raise error
-        return real(slots, optimizer, lanes, batches)
+        return real(slots, optimizer, lanes, batches, *run)
 
     return lambda patch: patch.setattr(wave_module, "train_step", train_step)
 

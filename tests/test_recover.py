@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crosstune.errors import DeviceError
 from crosstune.progress import Quiet
+from crosstune.train import graph as graph_module
 from crosstune.train import step as step_module
 from crosstune.train import wave as wave_module
 from crosstune.train.fault import WaveFault
@@ -76,7 +77,7 @@ def train(base, monkeypatch, mode=None, plan=None, changes=None):
     plan, changes = plan or Shrinking(), changes or {}
     tokens, outcome = random_tokens(), Outcome()
     jobs = [fold_job(base, fold, k=3, stop={"share": 0.2, "patience": 9}, keep="best", epochs=1) for fold in range(3)]
-    real = {"loss": step_module.head_loss, "pass": step_module.run_pass, "judge": LaneAdamW.judge,
+    real = {"loss": step_module.head_loss, "pass": graph_module.run_pass, "judge": LaneAdamW.judge,
             "score": wave_module.score_lanes, "train": wave_module.train_step}  # fmt: skip
 
     def entering(phase, function):
@@ -94,7 +95,7 @@ def train(base, monkeypatch, mode=None, plan=None, changes=None):
         return out
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_module, "run_pass", entering("forward", real["pass"]))
+        patch.setattr(graph_module, "run_pass", entering("forward", real["pass"]))
         patch.setattr(step_module, "head_loss", loss)
         patch.setattr(LaneAdamW, "judge", entering("optimizer", real["judge"]))
         patch.setattr(wave_module, "score_lanes", entering("evaluation", real["score"]))
@@ -114,7 +115,7 @@ def stepping(real, mode, changes):
         if mode is not None:
             mode.step = self.standing.steps
         if (plan := changes.get(self.standing.steps)) is not None and self.plan != plan:
-            self.plan = plan
+            self.plan, self.passes = plan, None
             self.slots.recompute_first(plan.checkpointed_layers)
         return real(self)
 

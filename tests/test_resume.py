@@ -165,11 +165,11 @@ def test_a_lane_that_failed_stays_failed_and_leaves_no_trace_in_a_checkpoint(
 ) -> None:
     real, broken = wave_module.train_step, [3]
 
-    def poisoned(slots: Any, optimizer: Any, lanes: Any, batches: Any) -> Any:
+    def poisoned(slots: Any, optimizer: Any, lanes: Any, batches: Any, *run: Any) -> Any:
         if lanes[2].step == broken[0] - 1:
             slots.master_KP[2, :5] = torch.inf
             slots.refresh()
-        return real(slots, optimizer, lanes, batches)
+        return real(slots, optimizer, lanes, batches, *run)
 
     monkeypatch.setattr(wave_module, "train_step", poisoned)
     want, found = run(base, jobs, TOKENS), Outcome()
@@ -236,11 +236,11 @@ def test_after_a_smaller_plan_it_goes_on_from_where_the_plan_changed(
 ) -> None:
     real, left = wave_module.train_step, [1]
 
-    def no_memory_at_step_4(slots: Any, optimizer: Any, lanes: Any, batches: Any) -> Any:
+    def no_memory_at_step_4(slots: Any, optimizer: Any, lanes: Any, batches: Any, *run: Any) -> Any:
         if lanes[0].step == 3 and left[0]:
             left[0] = 0
             raise torch.OutOfMemoryError("CUDA out of memory (injected)")
-        return real(slots, optimizer, lanes, batches)
+        return real(slots, optimizer, lanes, batches, *run)
 
     def train(outcome: Outcome, plan: Any, progress: Any) -> None:
         progress.interrupts = Interrupts()

@@ -22,6 +22,19 @@ from crosstune.data.tokens import Tokens
 Unit = tuple[int, ...]  # positions into Tokens of the rows that form one sequence
 
 
+@dataclass(frozen=True, order=True)
+class PassSize:
+    """Sizes of a pass: rows a lane, T, S. One that is larger in T and S can hold it: padding is invisible."""
+
+    rows: int
+    width: int
+    targets: int
+
+    def holds(self, other: PassSize) -> bool:
+        """Whether a pass of the other size can be padded to this one."""
+        return self.rows == other.rows and self.width >= other.width and self.targets >= other.targets
+
+
 @dataclass(frozen=True)
 class Batch:
     """One pass's arrays. `position_NT` only where rows are packed, `key_KS` only where a lane has dropout."""
@@ -34,6 +47,7 @@ class Batch:
     row_KS: NDArray[np.int64]  # position in Tokens of the row that the target belongs to; -1 where padded
     key_KS: NDArray[np.int32] | None  # hashed (lane seed, step, row, position), a key a token
     num_tokens: int  # without padding
+    size: PassSize
 
 
 def lane_seed(seed: int, fold: int | None) -> int:
@@ -87,6 +101,14 @@ def cut_step(units_K: Sequence[Sequence[Unit]], lengths: NDArray[np.int64], micr
     return [[units[p * micro_batch : (p + 1) * micro_batch] for units in ordered] for p in range(passes)]
 
 
+def pass_size(tokens: Tokens, units_K: Sequence[Sequence[Unit]], multiple: int = 1) -> PassSize:
+    """The smallest size that holds a pass: T is its longest unit, rounded up to `multiple`."""
+    longest = max((sum(int(tokens.lengths[row]) for row in unit) for units in units_K for unit in units), default=1)
+    targets = max(sum(int(tokens.targets[row]) for unit in units for row in unit) for units in units_K)
+    rows = max(len(units) for units in units_K)
+    return PassSize(max(1, rows), max(2, math.ceil(longest / multiple) * multiple), max(1, targets))
+
+
 def collate(
     tokens: Tokens,
     units_K: Sequence[Sequence[Unit]],
@@ -94,14 +116,14 @@ def collate(
     weights_K: Sequence[float],
     dropout_K: Sequence[tuple[int, int]] | None = None,
     multiple: int = 1,
+    size: PassSize | None = None,
 ) -> Batch:
     """Arrays of one pass. `weights_K`: weight of a target of each lane; `dropout_K`: (lane seed, step) of each lane.
 
-    T is the longest unit, rounded up to `multiple`; a lane with fewer units than the others gets rows of padding.
+    A lane with fewer units than the others gets rows of padding. `size`: larger than needed, where one is fixed.
     """
-    num_lanes, rows_each = len(units_K), max(1, max(len(units) for units in units_K))
-    longest = max((sum(int(tokens.lengths[row]) for row in unit) for units in units_K for unit in units), default=1)
-    width = max(2, math.ceil(longest / multiple) * multiple)
+    size = size or pass_size(tokens, units_K, multiple)
+    num_lanes, rows_each, width = len(units_K), size.rows, size.width
     ids_NT = np.full((num_lanes * rows_each, width), tokens.pad_id, np.int64)
     packed = any(len(unit) > 1 for units in units_K for unit in units)
     position_NT = np.tile(np.arange(width), (len(ids_NT), 1)) if packed else None
@@ -123,14 +145,14 @@ def collate(
                 where = np.flatnonzero(learn)
                 found[lane].append((place * width + start + where - 1, ids[where].astype(np.int64), row))
                 start, num_tokens = stop, num_tokens + len(ids)
-    return Batch(ids_NT, position_NT, *_targets(found, weights_K), _keys(key_NT, num_lanes), num_tokens)
+    targets = _targets(found, weights_K, size.targets)
+    return Batch(ids_NT, position_NT, *targets, _keys(key_NT, num_lanes), num_tokens, size)
 
 
 def _targets(
-    found: Sequence[Sequence[tuple[NDArray[np.int64], NDArray[np.int64], int]]], weights_K: Sequence[float]
+    found: Sequence[Sequence[tuple[NDArray[np.int64], NDArray[np.int64], int]]], weights_K: Sequence[float], count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
-    counts = [sum(len(index) for index, _, _ in parts) for parts in found]
-    shape = (len(found), max(1, *counts))
+    shape = (len(found), count)
     index_KS, target_KS, row_KS = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
     weight_KS = np.zeros(shape, np.float32)
     for lane, parts in enumerate(found):

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,11 @@ from peft import LoraConfig
 from transformers import GenerationConfig
 
 from crosstune.export.card import model_card, public_name, versions
-from crosstune.export.folder import new_folder, write_checksums
+from crosstune.export.folder import new_folder, sha256, write_checksums
 from crosstune.export.serve import serve_section, write_modelfile
 from crosstune.export.weights import write_tensors
 from crosstune.recipe import Lora
+from crosstune.store.files import guard
 from crosstune.store.secrets import redact, redact_tree
 
 if TYPE_CHECKING:
@@ -30,6 +32,14 @@ WEIGHTS, CONFIG, GENERATION = "adapter_model.safetensors", "adapter_config.json"
 FACTS = "crosstune.json"  # the card's facts, for machines
 BASE_CHECKSUMS = "BASE_SHA256SUMS"  # the base's weight files, as they were when the adapter was trained
 KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file of tensors on the disk, flushed, and its SHA-256."""
+
+    file: Path
+    digest: str
 
 
 def save_adapter(
@@ -43,6 +53,7 @@ def save_adapter(
     stop_ids: Iterable[int],
     card: Mapping[str, Any],
     base_files: Mapping[str, str] | None = None,
+    written: Written | None = None,
 ) -> None:
     """Write a folder that `PeftModel.from_pretrained`, vLLM and llama.cpp's converter open.
 
@@ -54,12 +65,13 @@ def save_adapter(
     stop_ids      every token that ends an answer; all of them go into generation_config.json
     card          facts for README.md: plain values, and mappings, which become tables of their own
     base_files    SHA-256 of the base's weight files (`weights_checksums`): merging into others is then refused
+    written       the tensors' file if `write_weights` has made it: it is moved into the folder
     """
     names, base_name = sorted(set(target_names)), redact(base_name)  # a URL may hold a password
     _assert_whole(tensors, lora, names)
     with new_folder(folder, marker=CONFIG) as work:
-        plain = {key: tensor.detach().to("cpu", torch.float32).contiguous() for key, tensor in tensors.items()}
-        write_tensors(work / WEIGHTS, plain)
+        written = written or write_weights(work / WEIGHTS, tensors)
+        written.file.replace(work / WEIGHTS)
         write_json(work / CONFIG, peft_config(lora, names, base_name))
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
@@ -73,7 +85,18 @@ def save_adapter(
         serve = serve_section("adapter", base_name=base_name, rank=lora.rank)
         text = model_card(facts, base_name=base_name, kind="adapter", serve=serve)
         (work / "README.md").write_text(text, encoding="utf-8")
-        write_checksums(work)
+        write_checksums(work, known={WEIGHTS: written.digest})
+
+
+def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
+    """The tensors' file by itself: most of the time that an adapter's folder takes, for a thread of its own."""
+    plain = {key: tensor.detach().to("cpu", torch.float32).contiguous() for key, tensor in tensors.items()}
+    with guard("writing", file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(file, plain)
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    return Written(file, sha256(file))
 
 
 def peft_config(lora: Lora, target_names: Sequence[str], base_name: str) -> dict[str, Any]:

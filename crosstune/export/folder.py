@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,10 +48,15 @@ def refuse_occupied(path: Path, *, marker: str) -> None:
         raise RunError(f"{str(path)!r} holds files that crosstune didn't write", "Choose another place, or empty it.")
 
 
-def write_checksums(folder: Path) -> Path:
-    """Write `SHA256SUMS` over every file of `folder`, in the format that `sha256sum --check` reads."""
+def write_checksums(folder: Path, known: Mapping[str, str] | None = None) -> Path:
+    """Write `SHA256SUMS` over every file of `folder`, in the format that `sha256sum --check` reads.
+
+    `known`: digests that need not be made again, by name.
+    """
+    known = known or {}
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != CHECKSUMS)
-    lines = [f"{sha256(file)}  {file.relative_to(folder).as_posix()}\n" for file in files]
+    names = [file.relative_to(folder).as_posix() for file in files]
+    lines = [f"{known.get(name) or sha256(folder / name)}  {name}\n" for name in names]
     (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
     return folder / CHECKSUMS
 

@@ -25,6 +25,7 @@ from crosstune.errors import ModelError
 from crosstune.model.base import Base
 from crosstune.model.block import FUSED_ON, fused_block, fused_norm
 from crosstune.model.bundle import Bundle, BundledLinear
+from crosstune.model.decoder import FusedDecoder
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
 from crosstune.model.lora import Adapters, LaneLinear, Pass
 from crosstune.model.shards import Shard, Site, lay_out, put, whole
@@ -157,9 +158,9 @@ class Slots:
     def views(self, flat_KP: Tensor, site: Site) -> tuple[Tensor, Tensor]:
         """A (K, R, I) and B (K, O, R) of one layer, as views of a flat tensor of its shard."""
         end = site.a_start + self.rank * site.in_features
-        a = flat_KP[:, site.a_start : end].view(self.num_lanes, self.rank, site.in_features)
+        a = flat_KP[:, site.a_start : end].view(len(flat_KP), self.rank, site.in_features)
         end = site.b_start + self.rank * site.out_features
-        return a, flat_KP[:, site.b_start : end].view(self.num_lanes, site.out_features, self.rank)
+        return a, flat_KP[:, site.b_start : end].view(len(flat_KP), site.out_features, self.rank)
 
     def put_in(self, checkpointed_layers: int) -> None:
         """Replace the target layers by LaneLinear, and let the first layers recompute their activations."""
@@ -204,6 +205,14 @@ class Slots:
         for old, new in zip([*blocks, *ends], [*fused, *map(fused_norm, ends)], strict=True):
             if new is not None:
                 self._replace(names[old], new)
+        if self.base.spread is None:
+            self.base.fused = FusedDecoder.of(self.base.decoder)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Passes can be recorded as CUDA graphs: nothing in them asks the device for a value (int8 does)."""
+        whole = self.base.fused is not None and self.base.spread is None
+        return self.base.device.type == "cuda" and whole and not self._int8
 
     def _replace(self, name: str, module: nn.Module) -> None:
         parent_name, _, leaf = name.rpartition(".")
@@ -220,6 +229,7 @@ class Slots:
             layer = parent.get_submodule(leaf)
             layer.alone = None  # it and its bundle hold one another: memory would wait for Python's cycle collector
             setattr(parent, leaf, module)
+        self.base.fused = None
         keep_inputs_again(self._int8)
         self.recompute_first(0)
         self._replaced, self._int8 = [], []
@@ -271,11 +281,12 @@ class Slots:
     def adapter(self, k: int) -> dict[str, Tensor]:
         """Lane k's tensors under PEFT's names, on the CPU: `….lora_A.weight` (rank, in), `…B…` (out, rank)."""
         rank, wanted, tensors = self.specs[k].lora.rank, set(self.specs[k].targets), {}
+        rows = [shard.master_KP[k].detach().to("cpu", copy=True)[None] for shard in self.shards]  # one transfer each
         for site in self.sites:
             if site.name in wanted:
-                a_KRI, b_KOR = self.views(self.shards[site.place].master_KP, site)
-                tensors[f"{PEFT_PREFIX}{site.name}.lora_A.weight"] = a_KRI[k, :rank].detach().cpu().clone()
-                tensors[f"{PEFT_PREFIX}{site.name}.lora_B.weight"] = b_KOR[k, :, :rank].detach().cpu().clone()
+                a_1RI, b_1OR = self.views(rows[site.place], site)
+                tensors[f"{PEFT_PREFIX}{site.name}.lora_A.weight"] = a_1RI[0, :rank].clone()
+                tensors[f"{PEFT_PREFIX}{site.name}.lora_B.weight"] = b_1OR[0, :, :rank].clone()
         return tensors
 
     def load(self, k: int, tensors: Mapping[str, Tensor]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from crosstune.errors import MissingExtra, ModelError, first_line
 from crosstune.memory.layout import Layout
 from crosstune.model.attention import attention_name
+from crosstune.model.decoder import FusedDecoder
 from crosstune.model.spread import Spread, device_map, empty_model, loading_map, make_current
 from crosstune.recipe import Model
 
@@ -41,6 +42,7 @@ class Base:
     dtype: torch.dtype  # compute type of hidden states and adapter copies
     name: str
     spread: Spread | None = None  # which layers lie on which device, if not all on `device`
+    fused: FusedDecoder | None = None  # while lanes are attached, if the decoder is of a kind that block.py knows
     _found: dict[str, Any] = field(default_factory=dict)  # flags of a model that was passed in, to give back
 
     @property
@@ -77,7 +79,8 @@ class Base:
     @property
     def head_name(self) -> str:
         """Full name of the output head."""
-        return next(name for name, module in self.model.named_modules() if module is self.head)
+        head = self.head
+        return next(name for name, module in self.model.named_modules() if module is head)
 
     @property
     def vocab_size(self) -> int:
@@ -91,6 +94,8 @@ class Base:
         (with no attention mask and no cache given: masking_utils.find_packed_sequence_indices).
         """
         with self._on_its_devices():
+            if self.fused is not None and position_NT is None and self.fused.takes(ids_NT):
+                return self.fused(ids_NT)
             return self.decoder(input_ids=ids_NT, position_ids=position_NT, use_cache=False).last_hidden_state
 
     @contextmanager

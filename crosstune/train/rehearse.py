@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from crosstune.data.batches import Batch
+from crosstune.data.batches import Batch, PassSize
 from crosstune.errors import DeviceError
 from crosstune.memory.allocator import Event, Replay, replay
 from crosstune.memory.estimate import Settings
@@ -154,7 +154,7 @@ def _batch(settings: Settings, rows: int, *, dropout: bool = False) -> Batch:
     zeros = np.zeros(targets, np.int64)
     return Batch(
         np.zeros((lanes * rows, width), np.int64), None, zeros, zeros, np.zeros(targets, np.float32), zeros, keys,
-        lanes * rows * width,
+        lanes * rows * width, PassSize(rows, width, rows * (width - 1)),
     )  # fmt: skip
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from crosstune.data.batches import Batch, Unit, collate, cut_step
+from crosstune.data.batches import Batch, PassSize, Unit, collate, cut_step, pass_size
 from crosstune.data.tokens import Tokens
 from crosstune.model.attach import Slots
 from crosstune.model.head import head_loss
@@ -52,14 +52,29 @@ class DeviceBatch:
             tensor = torch.from_numpy(array)
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        names = ("ids_NT", "position_NT", "index_KS", "target_KS", "weight_KS", "key_KS")
-        return cls(*(move(getattr(batch, name)) for name in names))  # type: ignore[arg-type]
+        return cls(*(move(getattr(batch, field.name)) for field in fields(cls)))  # type: ignore[arg-type]
+
+    def take(self, other: DeviceBatch) -> None:
+        """Another pass of the same size, in the memory of this one."""
+        for field in fields(self):
+            mine, given = getattr(self, field.name), getattr(other, field.name)
+            if mine is not None:
+                mine.copy_(given, non_blocking=True)
 
 
 def step_batches(
-    lanes: Sequence[Lane], tokens: Tokens, scales: Sequence[float], *, micro_batch: int, multiple: int
+    lanes: Sequence[Lane],
+    tokens: Tokens,
+    scales: Sequence[float],
+    *,
+    micro_batch: int,
+    multiple: int,
+    fit: Callable[[PassSize], PassSize] = lambda size: size,
 ) -> list[Batch]:
-    """The passes of the lanes' next step. A target weighs (loss scale) / (targets of the lane's effective batch)."""
+    """The passes of the lanes' next step. A target weighs (loss scale) / (targets of the lane's effective batch).
+
+    `fit`: the size that a pass is padded to, from the one that it needs.
+    """
     units_K: list[list[Unit]] = [lane.next_units() for lane in lanes]
     weights = []
     for lane, units, scale in zip(lanes, units_K, scales, strict=True):
@@ -67,20 +82,32 @@ def step_batches(
         weights.append(scale / targets if targets and lane.status is Status.RUNNING else 0.0)
     dropout = [(lane.job.seed, lane.step) for lane in lanes] if any(lane.job.lora.dropout for lane in lanes) else None
     passes = cut_step(units_K, tokens.lengths, micro_batch)
-    return [collate(tokens, units, weights_K=weights, dropout_K=dropout, multiple=multiple) for units in passes]
+    return [
+        collate(
+            tokens, units, weights_K=weights, dropout_K=dropout, size=fit(pass_size(tokens, units, multiple))
+        )
+        for units in passes
+    ]  # fmt: skip
 
 
-def train_step(slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], batches: Sequence[Batch]) -> StepResult:
+def train_step(
+    slots: Slots,
+    optimizer: LaneAdamW,
+    lanes: Sequence[Lane],
+    batches: Sequence[Batch],
+    run: Callable[[Batch], Tensor] | None = None,
+) -> StepResult:
     """Gradients of all passes, one AdamW step a lane, compute copies refreshed. Lanes' own counters are not touched.
 
     Nothing but the gradient has changed while anything is still to be allocated, so a step that runs out of memory can
-    be done again (train/recover.py).
+    be done again (train/recover.py). `run`: how a pass is run, if not by `run_pass` (train/graph.py).
     """
     device = slots.base.device
+    run = run or (lambda batch: run_pass(slots, DeviceBatch.of(batch, device)))
     slots.zero_gradients()
     loss_K = torch.zeros(len(lanes), device=device)
     for batch in batches:
-        loss_K += run_pass(slots, DeviceBatch.of(batch, device))
+        loss_K += run(batch)
     active_K = torch.tensor([lane.status is Status.RUNNING and lane.is_fed for lane in lanes], device=device)
     loss_K /= optimizer.scale_K
     judged = optimizer.judge(loss_K, active_K)

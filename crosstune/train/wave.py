@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from crosstune.data.batches import Batch
+from crosstune.data.batches import Batch, PassSize
 from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
 from crosstune.model.attach import Slots, attached
 from crosstune.model.base import Base
 from crosstune.model.device import live_bytes, peak_bytes
 from crosstune.progress import Progress, loss_words, stage
+from crosstune.train.ahead import is_worth_it, run_longest_pass
 from crosstune.train.checkpoint import Checkpoints, no_checkpoints
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.fault import blame_each, blamed, blamed_on_wave
+from crosstune.train.graph import Passes, sizes_to_come
 from crosstune.train.lane import Lane, LaneJob, RowScores, Status
 from crosstune.train.recover import PlanChanged, is_out_of_memory, smaller_plan, survive
 from crosstune.train.spread_optimizer import lane_adamw
@@ -46,6 +48,17 @@ class StepKept:
 
     job: LaneJob
     step: int
+    adapter: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LaneTrained:
+    """A lane took its last step, and this is the adapter that `LaneFinished` will hold once the lane is scored.
+
+    Told so that writing it needn't wait for the scores. Whoever isn't helped by that may pass it over.
+    """
+
+    job: LaneJob
     adapter: Mapping[str, Tensor]
 
 
@@ -95,7 +108,7 @@ class WaveFinished:
     peak_bytes: int
 
 
-Event = LaneEvaluated | StepKept | LaneFinished | LaneRetired | LaneGivenUp | PlanChanged | WaveFinished
+Event = LaneEvaluated | StepKept | LaneTrained | LaneFinished | LaneRetired | LaneGivenUp | PlanChanged | WaveFinished
 Report = Callable[[Event], None]
 GivenUp = Callable[[LaneJob], str]  # why the lane's trial is given up; empty if it isn't
 
@@ -149,6 +162,7 @@ def _run(
         with stage(progress, "train", max(lane.last_step for lane in wave.lanes)):
             progress.advance(wave.standing.steps)
             with checkpoints.interrupts.waiting_for_a_step():
+                wave.look_ahead()
                 wave.evaluate()
                 while any(lane.is_fed for lane in wave.lanes):
                     wave.step()
@@ -195,12 +209,22 @@ class _Wave:
         self.standing = Standing()
         self.begun = time.monotonic()
         self.last: StepResult | None = None
+        self.passes: Passes | None = None
+        self.trained: dict[int, Mapping[str, Tensor]] = {}  # lane → its adapter, told while it is being scored
 
     def go_on(self) -> None:
         """Where the newest checkpoint of these lanes left off, if there is one."""
         packed = self.checkpoints.load()
         if packed is not None:
             self.standing = unpack_wave(self.slots, self.optimizer, self.lanes, packed) or self.standing
+
+    def look_ahead(self) -> None:
+        """Meet the longest rows before the first step, where memory may not do for them."""
+        if is_worth_it(self.plan, self.slots.base.device.type):
+            self._survive(
+                "a first pass over the longest rows",
+                lambda: run_longest_pass(self.slots, self.lanes, self.tokens, self.plan),
+            )
 
     def step(self) -> None:
         """One optimizer step of every lane that is not over; notes whose evaluation is due after it."""
@@ -221,7 +245,18 @@ class _Wave:
     def _train(self) -> StepResult:
         every = range(len(self.lanes))
         batches = blame_each(lambda: self._batches(every), lambda k: self._batches([k]), every, self._break)
-        return train_step(self.slots, self.optimizer, self.lanes, batches)
+        return train_step(self.slots, self.optimizer, self.lanes, batches, self._passes().run)
+
+    def _passes(self) -> Passes:
+        """How passes run under the plan as it is now."""
+        if self.passes is None:
+            to_come = self._sizes_to_come() if self.slots.is_recordable else {}
+            self.passes = Passes(self.slots, to_come, self.progress.say)
+        return self.passes
+
+    def _sizes_to_come(self) -> Mapping[PassSize, int]:
+        device_type = self.slots.base.device.type
+        return sizes_to_come(self.lanes, self.tokens, micro_batch=self.plan.micro_batch, device_type=device_type)
 
     def _batches(self, lanes: Sequence[int]) -> list[Batch]:
         scales = self.optimizer.scale_K.tolist()
@@ -231,6 +266,7 @@ class _Wave:
             [scales[k] for k in lanes],
             micro_batch=self.plan.micro_batch,
             multiple=LENGTH_MULTIPLE[self.slots.base.device.type],
+            fit=self._passes().fit,
         )
 
     def _survive(self, doing: str, action: Callable[[], Any], *, evaluating: bool = False) -> Any:
@@ -238,6 +274,7 @@ class _Wave:
 
         def shrink(message: str) -> None:
             before, self.plan = self.plan, smaller_plan(self.plan, doing, evaluating=evaluating)
+            self.passes = None  # of the old plan
             self._keep_the_old_plans_work()
             self.slots.recompute_first(self.plan.checkpointed_layers)
             jobs = tuple(lane.job for lane in self.lanes)
@@ -319,6 +356,7 @@ class _Wave:
         lanes = self.lanes
         held_out = [lane.job.held_out if k in due else () for k, lane in enumerate(lanes)]
         stop_rows = [lane.stop_rows if k in due else () for k, lane in enumerate(lanes)]
+        self._tell_trained(due)
         with stage(self.progress, "evaluate", sum(map(len, (*held_out, *stop_rows)))):
             scores = self._score(held_out)
             stops = self._score(stop_rows) if any(stop_rows) else scores
@@ -336,6 +374,18 @@ class _Wave:
                 self._finish(k, scores[k])
         self._give_up()
 
+    def _tell_trained(self, due: Sequence[int]) -> None:
+        """The lanes whose scores no longer decide on their adapter: it can be written while they are scored."""
+        for k in due:
+            lane = self.lanes[k]
+            if lane.status is Status.RUNNING and not lane.is_fed and lane.job.train.stop is None:
+                self.trained[k] = self._adapter(k)
+                self.report(LaneTrained(lane.job, self.trained[k]))
+
+    def _adapter(self, k: int) -> Mapping[str, Tensor]:
+        adapter: Mapping[str, Tensor] = self._survive("keeping an adapter", lambda: self.slots.adapter(k))
+        return adapter
+
     def _give_up(self) -> None:
         """End the lanes whose trials the scores just reported made the sweep give up: their share of a pass is free."""
         for k, lane in enumerate(self.lanes):
@@ -346,9 +396,7 @@ class _Wave:
 
     def _keep(self, k: int, scores: RowScores) -> None:
         if self.lanes[k].job.train.keep == "best":
-            best, adapter = self._survive(
-                "keeping an adapter", lambda: (self.slots.row(k), self.slots.adapter(k))
-            )
+            best, adapter = self._survive("keeping an adapter", lambda: (self.slots.row(k), self.slots.adapter(k)))
             self.standing.best[k], self.standing.best_scores[k] = best, scores
             self.report(StepKept(self.lanes[k].job, self.lanes[k].step, adapter))
 
@@ -360,7 +408,7 @@ class _Wave:
         if lane.status is Status.RUNNING:
             lane.status = Status.DONE
         seconds = time.monotonic() - self.begun
-        adapter = self._survive("keeping an adapter", lambda: self.slots.adapter(k))
+        adapter = self.trained.pop(k, None) or self._adapter(k)
         self.report(
             LaneFinished(
                 lane.job, lane.status, lane.reason, lane.step, kept, scores, adapter, tuple(lane.losses), seconds

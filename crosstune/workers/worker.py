@@ -160,7 +160,7 @@ class Worker:
 
         from crosstune.interrupt import Interrupted
         from crosstune.train.checkpoint import Checkpoints
-        from crosstune.train.wave import run_wave
+        from crosstune.train.wave import LaneTrained, run_wave
 
         class Relayed(Checkpoints):
             """Checkpoints that are kept elsewhere."""
@@ -172,13 +172,17 @@ class Worker:
                 self.note_saved(int(packed[1]["step"]))
                 out.put(Kept(packed))
 
+        def tell(event: Any) -> None:
+            if not isinstance(event, LaneTrained):  # `LaneFinished` brings the same adapter: it travels once
+                out.put(event)
+
         torch.set_num_threads(self.threads)
         kept = Relayed(Path(), order.checkpoint_every, self._stop, lambda text: None)
         progress = _Relay(out)
         try:
             run_wave(
                 self._load(), order.jobs, tokens, order.plan,
-                report=out.put, progress=progress, checkpoints=kept,
+                report=tell, progress=progress, checkpoints=kept,
                 **({"given_up": self._asker(order, out)} if order.asks else {}),
             )  # fmt: skip
             progress.flush()

@@ -1,0 +1,122 @@
+"""Passes as CUDA graphs on a GPU: the same bits as launched one by one, dropout on; alone and together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bench.shapes import random_model
+from crosstune.model.attach import resolve_targets
+from crosstune.model.base import adopt
+from crosstune.progress import Quiet
+from crosstune.recipe import Evaluate, Lora, Train
+from crosstune.train import graph
+from crosstune.train.lane import LaneJob
+from crosstune.train.wave import run_wave
+from tests.lanes import Outcome, PlanOf, random_tokens, same_adapter, tokens_of
+
+pytestmark = pytest.mark.gpu
+ROWS = 60
+
+
+@pytest.fixture(scope="module", params=["nf4", "none"])
+def base(request):
+    return adopt(random_model("tiny", request.param, torch.device("cuda"), vocab=512), None)
+
+
+class Said(Quiet):
+    def __init__(self):
+        self.texts = []
+
+    def say(self, text):
+        self.texts.append(text)
+
+
+def jobs(base, folds=3, **lora):
+    targets = resolve_targets(base, "all-linear")
+    section, train = Lora(rank=8, alpha=16, dropout=0.1, **lora), Train(epochs=2, batch_size=4, learning_rate=5e-3)
+    return [
+        LaneJob(0, fold, section, train, Evaluate(), tuple(r for r in range(ROWS) if r % folds != fold),
+                tuple(range(fold, ROWS, folds)), targets)
+        for fold in range(folds)
+    ]  # fmt: skip
+
+
+def train(base, lanes, tokens, **plan):
+    outcome, said = Outcome(), Said()
+    run_wave(base, lanes, tokens, PlanOf(**plan), report=outcome.events.append, progress=said)
+    assert said.texts == []
+    return outcome
+
+
+def equal_lengths(length=40):
+    draw = np.random.default_rng(0)
+    return tokens_of([draw.integers(0, 360, length).tolist() for _ in range(ROWS)])
+
+
+def counting(monkeypatch):
+    replayed, real = [], graph._Graph.replay
+
+    def replay(self, batch):
+        replayed.append(batch)
+        return real(self, batch)
+
+    monkeypatch.setattr(graph._Graph, "replay", replay)
+    return replayed
+
+
+@pytest.mark.parametrize("checkpointed", [0, 1])
+def test_a_replayed_run_is_bit_equal_to_one_that_is_launched(base, monkeypatch, checkpointed):
+    tokens = equal_lengths()
+    replayed = counting(monkeypatch)
+    one = train(base, jobs(base), tokens, checkpointed_layers=checkpointed)
+    assert len(replayed) > 20
+    monkeypatch.setattr(graph, "choose_sizes", lambda to_come: [])
+    other = train(base, jobs(base), tokens, checkpointed_layers=checkpointed)
+    for fold in range(3):
+        assert one.lane(fold).losses == other.lane(fold).losses
+        assert same_adapter(one.lane(fold), other.lane(fold))
+        np.testing.assert_array_equal(one.lane(fold).scores.nll, other.lane(fold).scores.nll)
+
+
+def test_rows_of_many_lengths_give_the_same_losses_padded_to_recorded_sizes(base, monkeypatch):
+    tokens = random_tokens(ROWS, longest=200)
+    replayed = counting(monkeypatch)
+    one = train(base, jobs(base), tokens)
+    assert len({batch.ids_NT.shape for batch in replayed}) > 1
+    monkeypatch.setattr(graph, "choose_sizes", lambda to_come: [])
+    other = train(base, jobs(base), tokens)
+    for fold in range(3):
+        np.testing.assert_allclose(one.lane(fold).losses, other.lane(fold).losses, rtol=0.02)
+
+
+def test_a_lane_alone_and_together_agree_to_the_noise_of_bf16(base):
+    tokens = equal_lengths()
+    together = train(base, jobs(base), tokens)
+    for fold, job in enumerate(jobs(base)):
+        alone = train(base, [job], tokens)
+        np.testing.assert_allclose(alone.lane(fold).losses, together.lane(fold).losses, rtol=0.02)
+
+
+def test_memory_comes_back_after_a_recorded_wave(base):
+    tokens = equal_lengths()
+    held = []
+    for _ in range(3):
+        train(base, jobs(base), tokens)
+        held.append(torch.cuda.memory_allocated())
+    assert held[1] == held[2]
+
+
+def test_what_cannot_be_recorded_is_said_and_runs(base, monkeypatch):
+    real, outcome, said = graph.run_pass, Outcome(), Said()
+
+    def asks_the_device(slots, given):
+        loss_K = real(slots, given)
+        loss_K.sum().item()  # not allowed while a graph is recorded
+        return loss_K
+
+    monkeypatch.setattr(graph, "run_pass", asks_the_device)
+    run_wave(base, jobs(base), equal_lengths(), PlanOf(), report=outcome.events.append, progress=said)
+    assert len(said.texts) == 1 and "not recorded" in said.texts[0]
+    assert all(np.isfinite(outcome.lane(fold).losses).all() for fold in range(3))

@@ -1,0 +1,106 @@
+"""Which sizes of passes are recorded, and what padding a pass to one of them changes: nothing."""
+
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from crosstune.data.batches import PassSize, collate, pass_size
+from crosstune.model.attach import attached
+from crosstune.train.graph import MOST_GRAPHS, RECORDING, best_runs, choose_sizes, sizes_to_come
+from crosstune.train.lane import Lane
+from crosstune.train.optimizer import LaneAdamW
+from crosstune.train.step import DeviceBatch, run_pass, step_batches, train_step
+from tests.lanes import fold_job, fp32_base, random_tokens
+
+
+@pytest.fixture(scope="module")
+def base(tiny):
+    return fp32_base(tiny)
+
+
+def cost(widths, uses, ends):
+    """Tokens computed if passes are padded to the next of `ends`, and a recording's worth for each of those."""
+    padded = sum(count * min(end for end in ends if end >= width) for width, count in zip(widths, uses, strict=True))
+    return padded + RECORDING * sum(ends)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_choice_of_sizes_computes_fewer_tokens(seed):
+    draw = random.Random(seed)
+    widths = sorted(8 * width for width in draw.sample(range(1, 30), 6))
+    uses = [draw.choice((1, 2, 9, 40)) for _ in widths]
+    chosen = [widths[run.stop - 1] for run in best_runs(widths, uses)]
+    every = [(*choice, widths[-1]) for n in range(6) for choice in itertools.combinations(widths[:-1], n)]
+    assert cost(widths, uses, chosen) == min(cost(widths, uses, choice) for choice in every)
+
+
+def test_all_passes_of_a_long_job_of_one_length_share_one_size():
+    assert choose_sizes({PassSize(4, 128, 508): 40, PassSize(4, 128, 500): 3}) == [PassSize(4, 128, 508)]
+
+
+def test_a_job_that_is_over_before_recording_pays_records_nothing():
+    assert choose_sizes({PassSize(4, 128, 508): RECORDING}) == []
+
+
+def test_no_more_sizes_are_chosen_than_graphs_are_kept():
+    assert len(choose_sizes({PassSize(1, 8 * width, 8): 1000 for width in range(1, 200)})) <= MOST_GRAPHS
+
+
+def test_a_smaller_number_of_rows_never_goes_into_a_larger_size():
+    assert not PassSize(4, 128, 508).holds(PassSize(3, 64, 100))
+
+
+def test_the_passes_to_come_are_those_that_the_lanes_make(base):
+    tokens = random_tokens()
+    jobs = [fold_job(base, fold, k=3, epochs=2) for fold in range(3)]
+    lanes = [Lane.start(job, tokens) for job in jobs]
+    told = sizes_to_come(lanes, tokens, micro_batch=2, device_type="cpu")
+    found: Counter[PassSize] = Counter()
+    while any(lane.is_fed for lane in lanes):
+        for batch in step_batches(lanes, tokens, [1.0] * 3, micro_batch=2, multiple=1):
+            found[batch.size] += 1
+        for lane in lanes:
+            lane.step += lane.is_fed
+    assert told == found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_padding_a_pass_to_a_larger_size_changes_no_gradient(base, dropout):
+    tokens = random_tokens()
+    job = fold_job(base, 0, k=3, lora={"dropout": dropout})
+    units_K = [[(0,), (1,)], [(2,)], [(3,), (4,)]]
+    needed = pass_size(tokens, units_K)
+    larger = PassSize(needed.rows, needed.width + 24, needed.targets + 7)
+    keys = [(seed, 5) for seed in range(3)] if dropout else None
+    found = []
+    for size in (needed, larger):
+        batch = collate(tokens, units_K, weights_K=[0.1, 0.2, 0.3], dropout_K=keys, size=size)
+        with attached(base, [job.spec] * 3) as slots:
+            slots.master_KP.add_(torch.randn(slots.master_KP.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
+            slots.refresh()
+            loss_K = run_pass(slots, DeviceBatch.of(batch, base.device))
+            found.append((loss_K, slots.grad_KP.clone()))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_runs_its_passes_as_it_is_told(base):
+    tokens = random_tokens()
+    jobs = [fold_job(base, fold, k=3) for fold in range(3)]
+    lanes = [Lane.start(job, tokens) for job in jobs]
+    ran = []
+    with attached(base, [job.spec for job in jobs]) as slots:
+        optimizer = LaneAdamW(slots, [job.train for job in jobs])
+        batches = step_batches(lanes, tokens, [1.0] * 3, micro_batch=2, multiple=1)
+
+        def run(batch):
+            ran.append(batch)
+            return run_pass(slots, DeviceBatch.of(batch, base.device))
+
+        result = train_step(slots, optimizer, lanes, batches, run)
+    assert ran == batches
+    assert np.isfinite(result.loss).all()

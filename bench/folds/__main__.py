@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,6 +42,8 @@ def main() -> None:
     if options.summary:
         show(summaries(of_file(options.summary)))
     elif options.child:
+        if options.child.startswith("unsloth"):
+            import_module("unsloth")  # it patches transformers, TRL and PEFT, so it wants to come first
         from bench.folds.child import run_child
 
         run_child(options)

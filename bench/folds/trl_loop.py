@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, disable_progress_bars
@@ -42,7 +42,7 @@ class TimedTrainer(SFTTrainer):
         return super().evaluate(*args, **words)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **words: Any) -> Any:
-        count = (inputs["labels"] != -100).sum()
+        count = (inputs["labels"][:, 1:] != -100).sum()  # the first token of a row is predicted from nothing
         found = super().prediction_step(model, inputs, *args, **words)
         self.scored.append((found[0].detach(), count))
         return found
@@ -51,13 +51,17 @@ class TimedTrainer(SFTTrainer):
 class TrlPeer(Peer):
     """One SFTTrainer a fold; adapters by its own `peft_config`."""
 
+    columns: ClassVar[tuple[str, ...]] = ("input_ids", "labels")
+
     def ready(self, prepared: Prepared, fold: Fold) -> None:
         """Datasets of ids and labels."""
         self.learning_rate, self.tokenizer = prepared.job.learning_rate, tokenizer()
         order, held = prepared.order(fold), prepared.held_out(fold)
         self.lengths = [int(prepared.tokens.lengths[row]) for row in order]
-        self.train_set = Dataset.from_list([prepared.row(row) for row in order])
-        self.held_out = Dataset.from_list([prepared.row(row) for row in held])
+        self.train_set, self.held_out = (
+            Dataset.from_list([{name: prepared.row(row)[name] for name in self.columns} for row in rows])
+            for rows in (order, held)
+        )
 
     def set_up(self) -> None:
         """The trainer puts the adapter on."""
@@ -93,10 +97,14 @@ class TrlPeer(Peer):
             gradient_checkpointing=style.checkpointing, gradient_checkpointing_kwargs={"use_reentrant": False},
             num_train_epochs=1, learning_rate=self.learning_rate, lr_scheduler_type="cosine", warmup_steps=0,
             weight_decay=0.0, max_grad_norm=1.0, optim="adamw_torch_fused", bf16=cuda, use_cpu=not cuda,
-            padding_free=style.padding_free, packing=False, max_length=None,
-            dataset_kwargs={"skip_prepare_dataset": True}, logging_strategy="no", save_strategy="no",
+            padding_free=style.padding_free, packing=False, logging_strategy="no", save_strategy="no",
             eval_strategy="no", report_to="none", disable_tqdm=True, dataloader_num_workers=0, seed=0, **words,
+            **self.lengths_and_data(),
         )  # fmt: skip
+
+    def lengths_and_data(self) -> dict[str, Any]:
+        """Rows are ready: nothing to cut, nothing to prepare."""
+        return {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
 
     def train(self) -> None:
         """One epoch."""

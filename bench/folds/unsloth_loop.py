@@ -1,6 +1,6 @@
 """Unsloth's FastLanguageModel with its patched SFTTrainer. It loads from a folder only, so the base is written first.
 
-Import before trl, transformers and peft, which it patches. One adapter is put on once and reset for each fold.
+One adapter is put on once and reset for each fold.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from unsloth import FastLanguageModel
 
@@ -48,6 +48,12 @@ def load_unsloth(folder: Path, shape: str, quantization: str, vocab: int, *, lon
 
 class UnslothPeer(TrlPeer):
     """As with TRL, but that the adapter stays on and gets each fold's initial values."""
+
+    columns: ClassVar[tuple[str, ...]] = ("input_ids",)  # its own collator makes the labels
+
+    def lengths_and_data(self) -> dict[str, Any]:
+        """Its own preparation of rows that are token ids, which wants a length."""
+        return {"max_length": max(self.lengths)}
 
     def set_up(self) -> None:
         """A trainer on the adapted model."""

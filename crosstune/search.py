@@ -54,6 +54,11 @@ class Search:
         return self.rule.fold_first
 
     @property
+    def stops_under_way(self) -> bool:
+        """Trials are given up while their lanes train, by the mean over all of a trial's folds."""
+        return isinstance(self.rule, OptunaRule)
+
+    @property
     def waits(self) -> bool:
         """Which trial comes next, or which goes on, depends on scores so far: waves must follow one another."""
         return self._study is not None or not isinstance(self.rule, KeepAll) or self.budget.tokens is not None
@@ -111,6 +116,7 @@ def _make_study(sweep: Sweep, higher_is_better: bool) -> Any:
     optuna = import_optuna()
     # Ten random trials before the model of good and bad settings: fewer mislead it (Optuna's default).
     return optuna.create_study(
+        study_name="sweep",  # Hyperband draws a trial's bracket from it: left out, it would be another one each time
         direction="maximize" if higher_is_better else "minimize",
         sampler=optuna.samplers.TPESampler(seed=sweep.seed, n_startup_trials=10, constant_liar=True),
         pruner=make_pruner(sweep),

@@ -154,6 +154,23 @@ def test_optunas_rule_ends_lanes_under_way(tiny, colours, tmp_path):
     assert place.is_finished and result.report["best"] in (0, 1, 2)
 
 
+def test_waves_hold_whole_trials_where_trials_end_under_way(tiny, colours, tmp_path):
+    """A rule judges a trial when all its folds are scored, and a given-up lane's slot is padding until its wave ends."""
+    pytest.importorskip("optuna")
+    sweep = {"train.learning_rate": [0.02, 0.01, 1e-6]}
+    for lanes, prune, want in (
+        (5, "wilcoxon", [[0, 0, 0], [1, 1, 1], [2, 2, 2]]),
+        (7, "median", [[0, 0, 0, 1, 1, 1], [2, 2, 2]]),
+        (2, "median", [[0, 0], [0, 1], [1, 1], [2, 2], [2]]),  # no trial fits
+        (5, "none", [[0, 0, 0, 1, 1], [1, 2, 2, 2]]),
+    ):
+        asked = recipe(
+            tiny, colours, tmp_path / f"{prune}-{lanes}", sweep={**sweep, "prune": prune}, device={"lanes": lanes}
+        )
+        waves = Run.read(run(asked | {"folds": {"k": 3}}).run).events("wave_finished")
+        assert [[trial for trial, _ in wave["lanes"]] for wave in waves] == want
+
+
 def test_tpe_runs_and_a_continued_run_asks_for_the_same_trials(tiny, colours, tmp_path):
     pytest.importorskip("optuna")
     sweep = {"train.learning_rate": {"log": [1e-4, 1e-1]}, "kind": "tpe", "trials": 4, "seed": 3}

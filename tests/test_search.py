@@ -152,6 +152,16 @@ def test_optunas_rules_stop_bad_trials_early_and_never_the_best(prune):
         assert all(taken[trial] == 1 for trial in range(6, 12))
 
 
+@pytest.mark.parametrize("prune", ["median", "percentile", "wilcoxon", "hyperband"])
+def test_the_same_scores_give_up_the_same_trials_each_time(prune):
+    """A continued run walks through its journal to the same waves."""
+    pytest.importorskip("optuna")
+    asked = recipe(**{"train.seed": list(range(20)), "prune": prune})
+    draw = np.random.default_rng(1).permutation(20)
+    first, again = (curves(open_search(asked, folds=5), lambda trial: float(draw[trial])) for _ in range(2))
+    assert first == again
+
+
 def test_wilcoxon_compares_fold_by_fold():
     """Against scipy: five folds all worse than the best trial's at the same evaluation, p = 1/32 < 0.1."""
     pytest.importorskip("optuna")

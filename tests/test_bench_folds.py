@@ -175,22 +175,27 @@ def result(contestant: str, **facts) -> dict:
 
 def ours(lanes: int = 5, **facts) -> dict:
     facts = {
-        "steady_s": 2.0,
-        "steady_wave_s": 2.5,
-        "steady_call_s": 3.0,
-        "whole_s": 4.0,
-        "base_losses": [12.0] * 5,
-        **facts,
-    }
+        "steady_s": 2.0, "steady_wave_s": 2.5, "steady_call_s": 3.0, "whole_s": 4.0, "base_losses": [12.0] * 5,
+        "tokens_trained": 25600, "steps": 10, "split": {"median step": 0.1}, **facts,
+    }  # fmt: skip
     return result("crosstune", lanes=lanes, **facts)
 
 
 def test_ratios_are_per_five_folds_per_one_and_per_forty():
     peers = [result("trl-small", steady_s=110.0, whole_s=120.0), result("trl-best"), result("unsloth", steady_s=20.0)]
-    floor = {"kind": "floor", "contestant": "floor", "tokens": "128", "seconds": 1.0}
+    floor = {
+        "kind": "floor",
+        "contestant": "floor",
+        "tokens": "128",
+        "seconds": 1.0,
+        "flops": 90,
+        "tflops_a_second": 9e-11,
+    }
     alone, five, forty = summaries([ours(1), ours(5), ours(40, steady_s=8.0), *peers, floor])
     assert (five["small_steady_x"], five["best_steady_x"], five["best"]) == (55.0, 10.0, "unsloth")
     assert (five["small_whole_x"], five["best_whole_x"], five["floor_share"]) == (30.0, 7.5, 0.5)
+    # 90 FLOP at 90 a second: 80 of them train, in ten steps of 0.1 s
+    assert five["step_share"] == pytest.approx(80 / 90) and five["tokens_per_s"] == 12800
     assert (five["best_steady_wave_x"], five["best_steady_call_x"]) == (8.0, pytest.approx(20 / 3))
     assert (alone["steady_s"], alone["small_steady_s"], alone["small_steady_x"]) == (0.4, 22.0, pytest.approx(55.0))
     assert alone["floor_s"] == 0.2 and alone["whole_s"] is None
@@ -220,3 +225,30 @@ def test_lines_reach_stdout_and_the_file_and_what_is_missing_is_said(tmp_path):
     assert [line["kind"] for line in lines[:2]] == ["env", "floor"]
     assert lines[1]["flops"] == Job(16).flops("tiny", VOCAB)
     assert lines[2]["kind"] in ("absent", "failed", "fold")  # where Unsloth is installed it needs a GPU
+
+
+def test_the_page_of_lines_has_their_ratios_and_refuses_lines_without_crosstune(tmp_path):
+    from docs.write_speed_page import tables
+
+    facts = {"train_waste": 0.0, "evaluate_waste": 0.0, "reserved_gib": 9.5, "versions": {"torch": "2"}}
+    lines = [
+        {"kind": "env", "at": "2026-12-01T10:00:00+00:00", "command": "python -m bench.folds --tokens 128"},
+        ours(1, calls_s=[3.0], **facts), ours(5, calls_s=[4.0, 3.0], **facts),
+        result("trl-small", steady_s=110.0, whole_s=120.0, per_fold_s=[24.0, 22.0], **facts),
+        {"kind": "absent", "contestant": "unsloth", "reason": "not installed"},
+    ]  # fmt: skip
+    file = tmp_path / "folds_card.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = tables([file])
+    for words in ("NVIDIA H200, 2026-12-01", "torch 2", "| 55.0× | 30.0× |", "5 over 1", "24.0 22.0", "not installed",
+                  "python -m bench.folds --tokens 128"):  # fmt: skip
+        assert words in text
+    file.write_text(json.dumps(lines[0]) + "\n")
+    with pytest.raises(SystemExit, match="no line of crosstune's own results"):
+        tables([file])
+
+
+def test_the_page_is_that_of_the_measured_lines():
+    from docs.write_speed_page import PAGE, page
+
+    assert PAGE.read_text(encoding="utf-8") == page()

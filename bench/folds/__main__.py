@@ -66,7 +66,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peer-folds", type=int, default=5, help="folds that the others run; 5 are reckoned from these"
     )
-    parser.add_argument("--calls", type=int, default=3, help="crosstune's calls: one whole, the others steady")
+    parser.add_argument("--calls", type=int, default=4, help="crosstune's calls: one whole, the others steady")
     parser.add_argument("--rows", type=int, default=50)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--shape", default="8b")

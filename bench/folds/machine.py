@@ -117,6 +117,9 @@ def mark_quantized(model: Any, quantization: str) -> Any:
 
 def hold_all_but(gib: float) -> None:
     """Hold the card's memory but for `gib` GiB until stdin ends: what is free is then what a small card has free."""
+    if not torch.cuda.is_available():
+        print("no GPU: nothing held", flush=True)
+        return
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(max(0, free - int(gib * 2**30)), dtype=torch.uint8, device="cuda")
     print(f"held {held.numel() / 2**30:.1f} GiB", flush=True)

@@ -66,7 +66,7 @@ def together(calls: list[dict[str, Any]], lanes: int) -> dict[str, Any]:
         "split": later[-1]["split"],
         **{
             name: later[-1][name]
-            for name in ("losses", "base_losses", "train_waste", "evaluate_waste", "plan", "tokens_trained")
+            for name in ("losses", "base_losses", "train_waste", "evaluate_waste", "plan", "tokens_trained", "steps")
         },
         **{
             name: max((each[name] for each in calls), key=lambda gib: gib or 0) for name in ("peak_gib", "reserved_gib")
@@ -100,6 +100,7 @@ def call(model: Any, job: Job, lanes: int) -> dict[str, Any]:
         "split": {**clock.split(), **{k: v for k, v in waves[-1].items() if k not in WAVE_FACTS | JOURNAL_FACTS}},
         "said": [text for text in clock.said if "plan" in text or "recorded" in text or "memory" in text],
         "tokens_trained": sum(wave["tokens"] for wave in waves),
+        "steps": sum(wave["steps"] for wave in waves),
         "plan": {key: plan[key] for key in ("device.lanes", "device.micro_batch", "device.checkpointing")},
         "losses": [fold["loss"] for fold in folds],
         "base_losses": [fold["base_loss"] for fold in folds],

@@ -43,14 +43,18 @@ def summary(ours: Line, lines: list[Line]) -> Line:
     scale = ours["lanes"] / ours["folds"]  # jobs of K folds
     mine = 1 / ours["folds"] if ours["lanes"] == 1 else 1.0
     row = {
-        "tokens": ours["tokens"], "lanes": ours["lanes"], "cap_gib": ours.get("cap_gib"),
+        "tokens": ours["tokens"],
+        "lanes": ours["lanes"],
+        "cap_gib": ours.get("cap_gib"),
         "steady_s": mine * ours["steady_s"],
         "steady_wave_s": mine * ours["steady_wave_s"],
         "steady_call_s": ours["steady_call_s"] if ours["lanes"] > 1 else None,
         "whole_s": ours["whole_s"] if ours["lanes"] > 1 else None,
-        "steady_s_a_lane": mine * ours["steady_s"] / ours["lanes"], "peak_gib": ours["peak_gib"],
+        "steady_s_a_lane": mine * ours["steady_s"] / ours["lanes"],
+        "tokens_per_s": ours["tokens_trained"] / ours["steady_s"],
+        "peak_gib": ours["peak_gib"],
         "losses_agree": agreement(ours, results),
-    }  # fmt: skip
+    }
     for name, found in (("small", small(results)), ("best", best(results))):
         if found is None:
             continue
@@ -66,7 +70,17 @@ def summary(ours: Line, lines: list[Line]) -> Line:
     if floor is not None:
         row["floor_s"] = scale * floor["seconds"]
         row["floor_share"] = row["floor_s"] / row["steady_s"]
+        row["step_share"] = step_share(ours, floor)
     return row
+
+
+def step_share(ours: Line, floor: Line) -> float | None:
+    """Share of the matrix rate in the median training step; none where steps differ in length."""
+    if ours["tokens"] == "mixed":
+        return None
+    jobs = ours["lanes"] / ours["folds"] if ours["lanes"] > 1 else 1  # one lane alone still goes through all folds
+    training = jobs * floor["flops"] * 4 / (4 + 2 / (ours["folds"] - 1))  # a row trains in all folds but one
+    return float(training / ours["steps"] / ours["split"]["median step"] / (floor["tflops_a_second"] * 1e12))
 
 
 def small(results: list[Line]) -> Line | None:

@@ -57,6 +57,7 @@ class TrlPeer(Peer):
         """Datasets of ids and labels."""
         self.learning_rate, self.tokenizer = prepared.job.learning_rate, tokenizer()
         order, held = prepared.order(fold), prepared.held_out(fold)
+        self.longest = int(prepared.tokens.lengths.max())
         self.lengths = [int(prepared.tokens.lengths[row]) for row in order]
         self.train_set, self.held_out = (
             Dataset.from_list([{name: prepared.row(row)[name] for name in self.columns} for row in rows])

@@ -53,7 +53,7 @@ class UnslothPeer(TrlPeer):
 
     def lengths_and_data(self) -> dict[str, Any]:
         """Its own preparation of rows that are token ids, which wants a length."""
-        return {"max_length": max(self.lengths)}
+        return {"max_length": self.longest}
 
     def set_up(self) -> None:
         """A trainer on the adapted model."""

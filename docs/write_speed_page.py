@@ -164,7 +164,7 @@ def not_run(lines: list[Line]) -> str:
         if line["kind"] in ("absent", "failed"):
             last = line.get("reason") or line["said"].strip().splitlines()[-1]
             job = line.get("tokens") or " ".join(line.get("job", []))
-            out.append(f"- {line['contestant']} {job}{cap(line)}: {last[:200]}")
+            out.append(f"- {line['contestant']}{' ' + job if job else ''}{cap(line)}: {last[:200]}")
     return "\n".join(["Not run, or failed:\n", *dict.fromkeys(out)]) + "\n" if out else ""
 
 

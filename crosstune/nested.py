@@ -37,6 +37,7 @@ class OuterFold:
     inner_score: float
     scores: Mapping[str, float]
     rows: int
+    failed: int = 0  # lanes of the choice that failed: their trials were judged without them
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Nested:
         return -gap if find_metric(self.metric).higher_is_better else gap
 
     @property
+    def failed(self) -> int:
+        """Lanes that failed within."""
+        return sum(fold.failed for fold in self.folds)
+
+    @property
     def sentence(self) -> str:
         """What may be expected, in one sentence."""
         chosen = {_words(fold.settings) for fold in self.folds}
@@ -66,6 +72,7 @@ class Nested:
         return (
             f"Choosing by this sweep gives {self.metric} {self.interval} on rows that neither training nor choosing "
             f"has seen; {agree}; within, the winners looked better by {self.optimism:.4g}."
+            + (f" {self.failed} lanes failed within and count for nothing." if self.failed else "")
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -73,8 +80,12 @@ class Nested:
         return {
             "run": str(self.run), "metric": self.metric, "mean": self.interval.mean, "std": self.interval.std,
             "interval95": [self.interval.low, self.interval.high], "optimism": self.optimism, "sentence": self.sentence,
+            "failed": self.failed,
             "folds": [
-                {"fold": f.fold, "settings": dict(f.settings), "inner_score": f.inner_score, "rows": f.rows, **f.scores}
+                {
+                    "fold": f.fold, "settings": dict(f.settings), "inner_score": f.inner_score, "rows": f.rows,
+                    "failed": f.failed, **f.scores,
+                }
                 for f in self.folds
             ],
         }  # fmt: skip
@@ -95,12 +106,16 @@ class Within:
 
 
 def nested_cross_validate(
-    recipe: Recipe | str | Path | Mapping[str, Any], *, progress: Progress | None = None, **keywords: Any
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    *,
+    progress: Progress | None = None,
+    retry_failed: bool = False,
+    **keywords: Any,
 ) -> Nested:
     """Cross-validate the choice itself: `folds.outer` folds, the recipe's sweep within each.
 
     Keywords are those of `cross_validate`, but for a model in memory and a splitter. The same call goes on with what an
-    earlier one left unfinished.
+    earlier one left unfinished; `retry_failed` trains the lanes that failed once more.
     """
     sections = {key: value for key, value in keywords.items() if key not in ("data", "lora", "folds", "model")}
     named = {key: keywords[key] for key in ("data", "lora", "folds", "model") if key in keywords}
@@ -129,7 +144,7 @@ def nested_cross_validate(
             for one in split_rows(inside, plain)
         ]
         progress.say(f"outer fold {fold.index + 1} of {len(outer)}: {len(fold.held_out)} rows set aside")
-        found.append(_one_fold(asked, fold, inner, plain, progress))
+        found.append(_one_fold(asked, fold, inner, progress, retry_failed))
     metric = str(asked.recipe.sweep.get("metric", "loss"))
     share = float(np.mean([len(fold.held_out) / (len(fold.held_out) + len(fold.train)) for fold in outer]))
     interval = fold_interval([fold.scores[metric] for fold in found], test_share=share)
@@ -138,22 +153,28 @@ def nested_cross_validate(
     return nested
 
 
-def _one_fold(asked: Asked, outer: Fold, inner: Sequence[Fold], folds: Any, progress: Progress) -> OuterFold:
+def _one_fold(asked: Asked, outer: Fold, inner: Sequence[Fold], progress: Progress, retry_failed: bool) -> OuterFold:
     """The sweep on the inner folds, then its winner on the outer one."""
     recipe, metric = asked.recipe, str(asked.recipe.sweep.get("metric", "loss"))
+    folds = recipe.folds.model_copy(update={"outer": 0})
     said = json.dumps({**folds.model_dump(mode="json"), "outer": recipe.folds.outer}, sort_keys=True)
     base = recipe.model_copy(update={"folds": folds})
     chosen = cross_validate(
         base.model_copy(update={"output": f"{recipe.output}/outer-{outer.index}"}),
         data=_rows_of(asked), folds=Within(inner, f"inner folds of outer fold {outer.index}: {said}"),
-        progress=progress,
+        progress=progress, retry_failed=retry_failed,
     )  # fmt: skip
+    if chosen.report["best"] is None:
+        raise LaneFailed(
+            f"outer fold {outer.index}: every lane of the choice failed ({chosen.failed[0]['reason']})",
+            f"Mend what it names, then run again with --retry-failed (retry_failed=True); see {chosen.run}.",
+        )
     settings = chosen.best["settings"]
     winner = make_trial(base, 0, settings).recipe
     outside = Within([Fold(0, outer.train, outer.held_out)], f"outer fold {outer.index}: {said}")
     scored = cross_validate(
         winner.model_copy(update={"output": f"{recipe.output}/outer-{outer.index}-chosen"}),
-        data=_rows_of(asked), folds=outside, progress=progress,
+        data=_rows_of(asked), folds=outside, progress=progress, retry_failed=retry_failed,
     )  # fmt: skip
     if scored.failed:
         raise LaneFailed(
@@ -162,7 +183,8 @@ def _one_fold(asked: Asked, outer: Fold, inner: Sequence[Fold], folds: Any, prog
         )
     only = scored.trials[0]
     scores = {name: summary["mean"] for name, summary in only["metrics"].items()}
-    return OuterFold(outer.index, settings, chosen.best["metrics"][metric]["mean"], scores, len(outer.held_out))
+    inner_score = chosen.best["metrics"][metric]["mean"]
+    return OuterFold(outer.index, settings, inner_score, scores, len(outer.held_out), len(chosen.failed))
 
 
 def _rows_of(asked: Asked) -> Any:

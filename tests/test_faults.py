@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from crosstune import record as record_module
 from crosstune.cli import main
 from crosstune.crossval import cross_validate
 from crosstune.data.tokens import Tokens
-from crosstune.errors import LaneFailed, RunError
+from crosstune.errors import LaneFailed, RecipeError, RunError
 from crosstune.fitting import fit
 from crosstune.interrupt import Interrupted
 from crosstune.progress import Quiet
@@ -174,6 +175,19 @@ def test_a_run_in_which_every_lane_raises_says_so(
     assert main(["run", str(tmp_path / "recipe.yaml")]) == 3
 
 
+def test_a_nested_cross_validation_counts_lanes_that_failed_within_and_tries_them_again(
+    tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = asked(tiny, cases, tmp_path / "run", folds={"k": 3, "outer": 2}, lanes=1)
+    (tmp_path / "recipe.yaml").write_text(dump_yaml(recipe))
+    with monkeypatch.context() as patch:
+        in_training(ZeroDivisionError("by zero"), step=1)(patch)
+        assert main(["run", str(tmp_path / "recipe.yaml")]) == 3
+    assert json.loads((tmp_path / "run" / "nested.json").read_text())["failed"] == 2  # fold 1 within each outer fold
+    assert main(["run", str(tmp_path / "recipe.yaml")]) == 3
+    assert main(["run", str(tmp_path / "recipe.yaml"), "--retry-failed"]) == 0
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -221,6 +235,19 @@ def test_a_metric_that_raises_for_one_lane_fails_that_lane(
     assert [lane["fold"] for lane in result.failed] == [1]
     assert result.trials[0]["metrics"]["exact_match"]["folds"] == 2
     assert not cross_validate(recipe, progress=Quiet(), retry_failed=True).failed
+
+
+def broken_metric(predicted: Sequence[str], wanted: Sequence[str]) -> float:
+    raise ZeroDivisionError("no word in an answer")
+
+
+def test_a_metric_that_raises_for_the_base_is_refused_before_any_lane_is_trained(
+    tiny: Path, cases: Path, tmp_path: Path
+) -> None:
+    evaluate = {"metrics": ["loss", broken_metric], "max_new_tokens": 2}
+    with pytest.raises(RecipeError, match="the untuned base raised ZeroDivisionError: no word in an answer"):
+        cross_validate(asked(tiny, cases, tmp_path / "run", evaluate=evaluate), progress=Quiet())
+    assert not Run.read(tmp_path / "run").events("lane_evaluated")
 
 
 def test_a_fit_that_raises_is_a_failed_lane_with_its_reason(

@@ -113,14 +113,14 @@ def cross_validate(read_recipe: Callable[[], Recipe], as_json: bool, **how: bool
         if recipe.folds.outer:
             from crosstune.nested import nested_cross_validate
 
-            nested = nested_cross_validate(recipe, progress=choose_progress())
+            nested = nested_cross_validate(recipe, progress=choose_progress(), **how)
         else:
             from crosstune.crossval import cross_validate
 
             report = cross_validate(recipe, progress=choose_progress(), **how).to_json()
     if recipe.folds.outer:
         click.echo(json.dumps(nested.to_json()) if as_json else nested.sentence)
-        return 0
+        return EXIT_LANE_FAILED if nested.failed else 0
     if as_json:
         click.echo(json.dumps(report))
     else:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from crosstune.data.tokens import Tokens
+from crosstune.errors import RecipeError
 from crosstune.model.attach import attached
 from crosstune.model.base import Base
 from crosstune.progress import Progress, stage
@@ -80,11 +81,20 @@ class Examiner:
         exam = exam or self.exam
         with stage(self.progress, f"answer held-out rows: {name}", len(held_out)):
             marks = self.workers.apply(take_exam, exam, [held_out], tick=self.progress.advance)[0]
+        with blamed(_refuse_metric):  # before any lane is trained: no lane's fault
+            scores = exam.scores(marks)
         self.run.write_table(f"answers-{name}.parquet", self._columns(marks))
-        self.run.record("base_examined", name=name, scores=exam.scores(marks))
+        self.run.record("base_examined", name=name, scores=scores)
 
     def _columns(self, marks: Marks) -> dict[str, Any]:
         return self.exam.columns(marks, self.tokens.numbers)
+
+
+def _refuse_metric(reason: str) -> None:
+    raise RecipeError(
+        f"evaluate.metrics: judging the answers of the untuned base raised {reason}",
+        "Mend that metric, or take it out of evaluate.metrics.",
+    )
 
 
 def take_exam(

@@ -59,8 +59,10 @@ class Passes:
         return self._graphs[size].replay(given)
 
     def _record(self, size: PassSize, given: DeviceBatch) -> None:
-        """Record the size; if that can't be done, pass on without graphs and say why."""
-        release(self.slots.base.device)  # what the pass before held is wanted for the graph's own memory
+        """Record the size; if that can't be done, go on without graphs and say why."""
+        device = self.slots.base.device
+        if torch.cuda.mem_get_info(device)[0] < torch.cuda.memory_reserved(device):
+            release(device)  # what the pass before held is wanted for the graph's own memory
         try:
             self._graphs[size] = _Graph(self.slots, given, self._pool)
         except RuntimeError as error:

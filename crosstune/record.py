@@ -21,7 +21,7 @@ from crosstune.store.run import Run
 from crosstune.sweep import Trial
 from crosstune.train.fault import blamed
 from crosstune.train.lane import LaneJob, RowScores
-from crosstune.train.recover import PlanChanged
+from crosstune.train.recover import PlanChanged, WaveSplit
 from crosstune.train.wave import (
     Event,
     LaneEvaluated,
@@ -81,6 +81,9 @@ class Recorder:
             self.run.record("lane_given_up", **_lane(event.job), reason=event.reason, step=event.step)
         elif isinstance(event, PlanChanged):
             self._change_plan(event)
+        elif isinstance(event, WaveSplit):
+            parts = [[[job.trial, job.fold] for job in part] for part in event.parts]
+            self.run.record("wave_split", parts=parts, step=event.step, doing=event.doing, message=event.message)
         elif isinstance(event, WaveFinished):
             facts = {name: value for name, value in vars(event).items() if name != "jobs"}
             self.run.record("wave_finished", lanes=[[job.trial, job.fold] for job in event.jobs], **facts)

@@ -41,6 +41,21 @@ class PlanChanged:
     after: Plan
 
 
+@dataclass(frozen=True)
+class WaveSplit:
+    """Memory ran out with the smallest plan: half of the wave's lanes go on first, the others from there afterwards."""
+
+    jobs: tuple[LaneJob, ...]
+    step: int
+    doing: str
+    message: str
+    parts: tuple[tuple[LaneJob, ...], ...]
+
+    def __str__(self) -> str:
+        sizes = ", then ".join(str(len(part)) for part in self.parts)
+        return f"out of memory in {self.doing} after step {self.step}: its {len(self.jobs)} lanes go on {sizes}"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -62,17 +77,27 @@ def survive(action: Callable[[], Result], shrink: Callable[[str], None], device:
         shrink(message)
 
 
-def smaller_plan(plan: Plan, doing: str, *, evaluating: bool) -> Plan:
-    """The next smaller plan for what ran out. Raises DeviceError with the way out when there is none."""
-    smaller = plan.smaller_evaluation() if evaluating else plan.smaller()
+def smaller_plan(plan: Plan, doing: str, *, evaluating: bool, lanes: int | None = None) -> Plan:
+    """The next smaller plan for what ran out. Raises DeviceError with the way out when there is none.
+
+    `lanes`: of the wave, where it has fewer than the plan.
+    """
+    smaller = next_smaller(plan, evaluating=evaluating)
     if smaller is None:
-        half = max(1, plan.lanes // 2)
-        fix = f"Go on with device.lanes: {half}" if plan.lanes > 1 else "Set data.max_tokens or model.quantization: nf4"
+        lanes = plan.lanes if lanes is None else lanes
+        fix = (
+            f"Go on with device.lanes: {lanes // 2}" if lanes > 1 else "Set data.max_tokens or model.quantization: nf4"
+        )
         raise DeviceError(
             f"out of memory in {doing}, with nothing left to make smaller: {plan}",
             f"{fix}, or free memory that other programs hold; what was finished is kept.",
         )
     return smaller
+
+
+def next_smaller(plan: Plan, *, evaluating: bool) -> Plan | None:
+    """The next smaller plan for the same lanes, if there is one."""
+    return plan.smaller_evaluation() if evaluating else plan.smaller()
 
 
 def compare_peak(plan: Plan, device: torch.device) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor
@@ -16,17 +16,18 @@ from torch import Tensor
 from crosstune.data.batches import Batch, PassSize
 from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
-from crosstune.model.attach import Slots, attached
+from crosstune.model.attach import LaneSpec, Slots, attached
 from crosstune.model.base import Base
-from crosstune.model.device import live_bytes, peak_bytes
+from crosstune.model.device import live_bytes, peak_bytes, release
 from crosstune.progress import Progress, loss_words, stage
 from crosstune.train.ahead import is_worth_it, run_longest_pass
-from crosstune.train.checkpoint import Checkpoints, no_checkpoints
+from crosstune.train.checkpoint import Checkpoints, Packed, no_checkpoints
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.fault import blame_each, blamed, blamed_on_wave
 from crosstune.train.graph import Passes, sizes_to_come
 from crosstune.train.lane import Lane, LaneJob, RowScores, Status
-from crosstune.train.recover import PlanChanged, is_out_of_memory, smaller_plan, survive
+from crosstune.train.recover import PlanChanged, WaveSplit, is_out_of_memory, next_smaller, smaller_plan, survive
+from crosstune.train.split import PartCheckpoints, halves, join, lane_names, parts_of
 from crosstune.train.spread_optimizer import lane_adamw
 from crosstune.train.state import Standing, pack_wave, unpack_wave
 from crosstune.train.step import LENGTH_MULTIPLE, StepResult, step_batches, train_step
@@ -108,7 +109,8 @@ class WaveFinished:
     peak_bytes: int
 
 
-Event = LaneEvaluated | StepKept | LaneTrained | LaneFinished | LaneRetired | LaneGivenUp | PlanChanged | WaveFinished
+LaneEvent = LaneEvaluated | StepKept | LaneTrained | LaneFinished | LaneRetired | LaneGivenUp
+Event = LaneEvent | PlanChanged | WaveSplit | WaveFinished
 Report = Callable[[Event], None]
 GivenUp = Callable[[LaneJob], str]  # why the lane's trial is given up; empty if it isn't
 
@@ -130,7 +132,8 @@ def run_wave(
     What was reported between that checkpoint and the end of the process that wrote it is reported again, unchanged.
     """
     before, begun = live_bytes(base.device), time.monotonic()
-    steps, trained, plan = _run(base, jobs, tokens, plan, report, progress, checkpoints or no_checkpoints(), given_up)
+    shared = _Shared(base, tokens, report, progress, given_up, tuple(job.spec for job in jobs))
+    steps, trained, plan = _run(shared, jobs, plan, checkpoints or no_checkpoints())
     report(
         WaveFinished(
             tuple(jobs),
@@ -145,20 +148,47 @@ def run_wave(
     return plan
 
 
-def _run(
-    base: Base,
-    jobs: Sequence[LaneJob],
-    tokens: Tokens,
-    plan: Plan,
-    report: Report,
-    progress: Progress,
-    checkpoints: Checkpoints,
-    given_up: GivenUp,
+@dataclass(frozen=True)
+class _Shared:
+    """What all parts of a wave are run with. `among`: all its lanes."""
+
+    base: Base
+    tokens: Tokens
+    report: Report
+    progress: Progress
+    given_up: GivenUp
+    among: tuple[LaneSpec, ...]
+
+
+def _run(shared: _Shared, jobs: Sequence[LaneJob], plan: Plan, checkpoints: Checkpoints) -> tuple[int, int, Plan]:
+    """All lanes together or, where memory doesn't do for that, in parts (train/split.py): steps, tokens, plan."""
+    packed = checkpoints.load()
+    parts = parts_of(packed)
+    if parts is None:
+        try:
+            return _run_together(shared, jobs, plan, checkpoints, packed)
+        except _Split as split:
+            parts, plan = halves(split.packed), split.plan
+        release(shared.base.device)
+        checkpoints.save(join(parts))
+    steps = trained = 0
+    for at, part in enumerate(parts):
+        names = lane_names(part)
+        kept = PartCheckpoints(checkpoints, parts, at)
+        done, tokens, plan = _run(shared, [job for job in jobs if job.name in names], plan, kept)
+        steps, trained = max(steps, done), trained + tokens
+    return steps, trained, plan
+
+
+def _run_together(
+    shared: _Shared, jobs: Sequence[LaneJob], plan: Plan, checkpoints: Checkpoints, packed: Packed | None
 ) -> tuple[int, int, Plan]:
-    with attached(base, [job.spec for job in jobs], checkpointed_layers=plan.checkpointed_layers) as slots:
-        lanes = [_start(job, tokens, report) for job in jobs]
-        wave = _Wave(slots, lanes, tokens, plan, report, checkpoints, given_up, progress)
-        wave.go_on()
+    specs, progress = [job.spec for job in jobs], shared.progress
+    count = plan.checkpointed_layers
+    with attached(shared.base, specs, checkpointed_layers=count, among=shared.among) as slots:
+        lanes = [_start(job, shared.tokens, shared.report) for job in jobs]
+        wave = _Wave(slots, lanes, plan, shared, checkpoints)
+        wave.go_on(packed)
         with stage(progress, "train", max(lane.last_step for lane in wave.lanes)):
             progress.advance(wave.standing.steps)
             with checkpoints.interrupts.waiting_for_a_step():
@@ -169,6 +199,8 @@ def _run(
                     progress.advance(**wave.facts())
                     wave.evaluate()
                     wave.keep_if_due()
+        if isinstance(checkpoints, PartCheckpoints):  # the other parts' checkpoints say that this one is over
+            checkpoints.parts[checkpoints.at] = pack_wave(slots, wave.optimizer, wave.lanes, wave.standing)
         return wave.standing.steps, wave.standing.trained, wave.plan
 
 
@@ -185,6 +217,14 @@ def _start(job: LaneJob, tokens: Tokens, report: Report) -> Lane:
     return lane
 
 
+class _Split(BaseException):
+    """Memory doesn't do for all lanes, whatever the plan."""
+
+    def __init__(self, packed: Packed, plan: Plan) -> None:
+        super().__init__()
+        self.packed, self.plan = packed, plan
+
+
 class _Cut(BaseException):
     """The run is to end, in the middle of an evaluation: nothing has changed since the step before it."""
 
@@ -192,19 +232,10 @@ class _Cut(BaseException):
 class _Wave:
     """The lanes of a wave under way, and what they share."""
 
-    def __init__(
-        self,
-        slots: Slots,
-        lanes: list[Lane],
-        tokens: Tokens,
-        plan: Plan,
-        report: Report,
-        checkpoints: Checkpoints,
-        given_up: GivenUp,
-        progress: Progress,
-    ) -> None:
-        self.slots, self.lanes, self.tokens, self.plan = slots, lanes, tokens, plan
-        self.report, self.checkpoints, self.given_up, self.progress = report, checkpoints, given_up, progress
+    def __init__(self, slots: Slots, lanes: list[Lane], plan: Plan, shared: _Shared, checkpoints: Checkpoints) -> None:
+        self.slots, self.lanes, self.plan, self.checkpoints = slots, lanes, plan, checkpoints
+        self.tokens, self.report, self.progress = shared.tokens, shared.report, shared.progress
+        self.given_up = shared.given_up
         self.optimizer = lane_adamw(slots, [lane.job.train for lane in lanes])
         self.standing = Standing()
         self.begun = time.monotonic()
@@ -212,9 +243,8 @@ class _Wave:
         self.passes: Passes | None = None
         self.trained: dict[int, Mapping[str, Tensor]] = {}  # lane → its adapter, told while it is being scored
 
-    def go_on(self) -> None:
+    def go_on(self, packed: Packed | None) -> None:
         """Where the newest checkpoint of these lanes left off, if there is one."""
-        packed = self.checkpoints.load()
         if packed is not None:
             self.standing = unpack_wave(self.slots, self.optimizer, self.lanes, packed) or self.standing
 
@@ -224,12 +254,13 @@ class _Wave:
             self._survive(
                 "a first pass over the longest rows",
                 lambda: run_longest_pass(self.slots, self.lanes, self.tokens, self.plan),
+                may_split=True,
             )
 
     def step(self) -> None:
         """One optimizer step of every lane that is not over; notes whose evaluation is due after it."""
         fed = [lane.is_fed for lane in self.lanes]
-        self.last = result = self._survive("a training step", self._train)
+        self.last = result = self._survive("a training step", self._train, may_split=True)
         self.standing.steps, self.standing.trained = self.standing.steps + 1, self.standing.trained + result.num_tokens
         for k, lane in enumerate(self.lanes):
             if not fed[k]:
@@ -269,11 +300,16 @@ class _Wave:
             fit=self._passes().fit,
         )
 
-    def _survive(self, doing: str, action: Callable[[], Any], *, evaluating: bool = False) -> Any:
+    def _survive(
+        self, doing: str, action: Callable[[], Any], *, evaluating: bool = False, may_split: bool = False
+    ) -> Any:
         """`action()`; where memory runs out, again with the next smaller plan, from which the wave then goes on."""
 
         def shrink(message: str) -> None:
-            before, self.plan = self.plan, smaller_plan(self.plan, doing, evaluating=evaluating)
+            if may_split and len(self.lanes) > 1 and next_smaller(self.plan, evaluating=evaluating) is None:
+                self._split(doing, message)
+            before, lanes = self.plan, len(self.lanes)
+            self.plan = smaller_plan(before, doing, evaluating=evaluating, lanes=lanes)
             self.passes = None  # of the old plan
             self._keep_the_old_plans_work()
             self.slots.recompute_first(self.plan.checkpointed_layers)
@@ -282,6 +318,14 @@ class _Wave:
 
         with blamed_on_wave(self.standing.steps):
             return survive(action, shrink, self.slots.base.device)
+
+    def _split(self, doing: str, message: str) -> NoReturn:
+        """Go on in halves, from the state before what ran out of memory: nothing has changed since."""
+        packed = pack_wave(self.slots, self.optimizer, self.lanes, self.standing)
+        jobs = {lane.job.name: lane.job for lane in self.lanes}
+        parts = tuple(tuple(jobs[name] for name in lane_names(part)) for part in halves(packed))
+        self.report(WaveSplit(tuple(jobs.values()), self.standing.steps, doing, message, parts))
+        raise _Split(packed, self.plan)
 
     def _keep_the_old_plans_work(self) -> None:
         """A checkpoint, so that a run which ends now doesn't train it again with the new plan; if memory allows."""
@@ -307,7 +351,7 @@ class _Wave:
         def score() -> list[RowScores]:
             return blame_each(lambda: score_of(every), lambda k: score_of([k]), every, self._break)
 
-        scores: list[RowScores] = self._survive("an evaluation", score, evaluating=True)
+        scores: list[RowScores] = self._survive("an evaluation", score, evaluating=True, may_split=True)
         return scores
 
     def evaluate(self) -> None:

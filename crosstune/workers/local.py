@@ -16,7 +16,7 @@ from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.fault import WaveFault
 from crosstune.train.lane import LaneJob
-from crosstune.train.recover import LeakWatch, PlanChanged, compare_peak
+from crosstune.train.recover import LeakWatch, PlanChanged, WaveSplit, compare_peak
 from crosstune.train.wave import Event, GivenUp, Report, run_wave
 from crosstune.workers.waves import fail_wave
 
@@ -38,6 +38,8 @@ def run_waves(
     def told(event: Event) -> None:
         if isinstance(event, PlanChanged):
             progress.say(f"out of memory in {event.doing} after step {event.step}: going on with {event.after}")
+        if isinstance(event, WaveSplit):
+            progress.say(str(event))
         report(event)
 
     for jobs in waves:

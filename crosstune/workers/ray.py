@@ -32,7 +32,7 @@ from crosstune.recipe import Recipe
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.fault import WaveFault, reason_of
 from crosstune.train.lane import LaneJob
-from crosstune.train.recover import PlanChanged
+from crosstune.train.recover import PlanChanged, WaveSplit
 from crosstune.train.wave import GivenUp, Report
 from crosstune.units import bytes_words
 from crosstune.workers.waves import fail_wave, key
@@ -196,6 +196,8 @@ class RayWorkers:
             self._actors[one.worker].answer.options(concurrency_group="control").remote(answer)
         elif not isinstance(item, Stopped):
             task.report(item)
+        if isinstance(item, WaveSplit):
+            self.progress.say(str(item))
         if isinstance(item, PlanChanged):
             self.progress.say(f"out of memory in {item.doing} after step {item.step}: going on with {item.after}")
             task.plan = item.after

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+from crosstune.train.lane import Lane
 from crosstune.workers.worker import Worker
 
 
@@ -35,3 +36,21 @@ class RaisingWorker(Worker):
             if any(job.fold == 1 for job in order.jobs):
                 raise RuntimeError("poisoned")
             yield item
+
+
+class LosingWorker(Worker):
+    """Can't find the rows of fold 1's second step."""
+
+    def train(self, order: Any, tokens: Any) -> Iterator[Any]:
+        real = Lane.next_units
+
+        def next_units(lane: Lane, *ahead: int) -> Any:
+            if lane.job.fold == 1 and lane.step == 1 and lane.is_fed:
+                raise IndexError("no such row")
+            return real(lane, *ahead)
+
+        Lane.next_units = next_units  # type: ignore[method-assign]
+        try:
+            yield from super().train(order, tokens)
+        finally:
+            Lane.next_units = real  # type: ignore[method-assign]

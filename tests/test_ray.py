@@ -176,6 +176,18 @@ def test_a_model_that_a_machine_lacks_is_sent_to_it_once(
     assert len(places) == 2
 
 
+@pytest.mark.slow
+def test_a_lane_that_raises_in_a_worker_fails_alone_and_at_once(
+    cluster: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_ray, "Worker", poison.LosingWorker)
+    progress = Watching()
+    result = cross_validate(asked(tiny, tmp_path / "run", device={"lanes": 3}, workers=1), progress=progress)
+    assert [(lane["fold"], lane["step"]) for lane in result.failed] == [(1, 1)]
+    assert result.failed[0]["reason"].startswith("IndexError: no such row (poison.py line ")
+    assert not [text for text in progress.said if "last checkpoint" in text]  # the wave went on without it
+
+
 @pytest.mark.parametrize(
     ("worker", "reason"),
     [("DyingWorker", "its worker was lost"), ("RaisingWorker", "poisoned")],

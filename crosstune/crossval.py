@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +159,7 @@ def _train(run: Run, work: _Work) -> None:
     _write_groups(run, work.rows, recipe.folds.group)
     run.record("plan", **plan.settings, peak_bytes=plan.peak_bytes, waves=plan.waves, allowed=list(recipe.lint.allow))
     run.record("workers", device=str(work.workers.place()[0]), workers=work.workers.facts)
-    base_scores = _score_base(run, work.workers, work.tokens, work.held_out, progress)
+    base_scores = _score_base(run, work)
     examine = _examine_base(run, work)
     trials: dict[int, Trial] = {}
     recorder = Recorder(run, recipe, trials, work.tokens, work.tokenizer, base_scores)
@@ -194,7 +195,9 @@ def _examine_base(run: Run, work: _Work) -> Callable[[Sequence[LaneJob]], None] 
             work.rows, work.tokens, work.folds, work.tokenizer, work.recipe.data,
             shots=evaluate.shots, seed=evaluate.seed,
         )  # fmt: skip
-        score_few_shot(run, work.workers, shown, work.held_out.tolist(), work.progress)
+        score_few_shot(
+            run, work.workers, shown, work.held_out.tolist(), work.progress, most_tokens=work.plan.evaluate_tokens
+        )
         if examiner is not None and work.exam is not None:
             examiner.examine_base("few-shot", work.held_out.tolist(), few_shot_exam(work.exam, shown))
     return None if examiner is None else examiner.examine
@@ -244,15 +247,16 @@ def _as_kept(run: Run, jobs: Sequence[LaneJob]) -> Sequence[LaneJob]:
     return jobs
 
 
-def _score_base(run: Run, workers: LocalWorkers | RayWorkers, tokens: Tokens, held_out: Any, progress: Progress) -> Any:
+def _score_base(run: Run, work: _Work) -> Any:
     from crosstune.record import read_base_scores, write_base_scores
     from crosstune.train.evaluate import score_base
 
-    stored = read_base_scores(run, tokens, held_out)
+    stored = read_base_scores(run, work.tokens, work.held_out)
     if stored is not None:
         return stored
-    progress.start("evaluate the untuned base", len(held_out))
-    scores = workers.apply(score_base, tokens, held_out, tick=progress.advance)
-    progress.stop()
-    write_base_scores(run, tokens, scores)
+    score = partial(score_base, most_tokens=work.plan.evaluate_tokens)
+    work.progress.start("evaluate the untuned base", len(work.held_out))
+    scores = work.workers.apply(score, work.tokens, work.held_out, tick=work.progress.advance)
+    work.progress.stop()
+    write_base_scores(run, work.tokens, scores)
     return scores

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -287,7 +288,8 @@ def _train(
         return Checkpoints(run.checkpoint_folder(lanes), recipe.train.checkpoint_every, interrupts, progress.say)
 
     tokens, held_out = scene.inputs.tokens, scene.fold.held_out
-    base_scores = scene.workers.apply(score_base, tokens, held_out) if held_out else None
+    score = partial(score_base, most_tokens=plan.evaluate_tokens)
+    base_scores = scene.workers.apply(score, tokens, held_out) if held_out else None
     recorder = FitRecorder(
         run=run,
         recipe=recipe,

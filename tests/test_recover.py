@@ -298,3 +298,25 @@ def test_case_m01_nothing_of_a_wave_outlives_it(base):
             )
     assert len(refs) == 4
     assert all(all(step) for step in dead)
+
+
+def test_the_base_is_scored_as_wide_as_the_plan_says_and_narrower_where_memory_runs_out(base, monkeypatch):
+    from crosstune.train import evaluate
+
+    tokens, real, widths, told = random_tokens(), evaluate.head_loss, [], []
+    whole = evaluate.score_base(base, tokens, range(24))
+
+    def limited(base, hidden, *given):
+        widths.append(hidden.shape[0] * hidden.shape[1])
+        if widths[-1] > 100 and len(widths) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return real(base, hidden, *given)
+
+    monkeypatch.setattr(evaluate, "head_loss", limited)
+    found = evaluate.score_base(base, tokens, range(24), tick=told.append, most_tokens=240)
+    assert max(widths) <= 240 and widths[-1] <= 100
+    assert sum(told) == 24
+    np.testing.assert_allclose(found.nll, whole.nll, rtol=1e-5)
+    monkeypatch.setattr(evaluate, "head_loss", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError("gone")))
+    with pytest.raises(DeviceError, match="evaluation of the base, of one row of 30 tokens"):
+        evaluate.score_base(base, tokens, range(24))

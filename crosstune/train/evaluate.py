@@ -14,10 +14,12 @@ import torch
 
 from crosstune.data.batches import Batch, Unit, collate
 from crosstune.data.tokens import Tokens
+from crosstune.errors import DeviceError
 from crosstune.model.attach import Slots
 from crosstune.model.base import Base
 from crosstune.model.head import head_loss
 from crosstune.train.lane import RowScores
+from crosstune.train.recover import survive
 from crosstune.train.step import LENGTH_MULTIPLE, DeviceBatch
 
 # Tokens of a batch without autograd. Enough to fill the device; hidden states of one layer are all that is alive.
@@ -47,8 +49,28 @@ def score_base(
     tick: Callable[[int], None] | None = None,
     most_tokens: int | None = None,
 ) -> RowScores:
-    """Score the untuned base on `rows`."""
-    return _score(base, None, tokens, [rows], tick, most_tokens)[0]
+    """Score the untuned base on `rows`. Where memory runs out, again with half the tokens a batch."""
+    least = max((int(tokens.lengths[row]) for row in rows), default=1)
+    most = min(TOKENS_A_BATCH[base.device.type], most_tokens or sys.maxsize)
+    done = told = 0
+
+    def count(rows_of_batch: int) -> None:
+        nonlocal done, told
+        done += rows_of_batch
+        if tick is not None and done > told:
+            tick(done - told)
+            told = done
+
+    def shrink(message: str) -> None:
+        nonlocal most, done
+        if most <= least:
+            raise DeviceError(
+                f"out of memory in an evaluation of the base, of one row of {least} tokens: {message}",
+                "Set data.max_tokens or model.quantization: nf4, or free memory that other programs hold.",
+            )
+        most, done = max(least, most // 2), 0
+
+    return survive(lambda: _score(base, None, tokens, [rows], count, most)[0], shrink, base.device)
 
 
 @torch.inference_mode()

@@ -120,12 +120,15 @@ def examine_adapters(
         return exam.take(base, [job.held_out for job in jobs], tick=tick)
 
 
-def score_few_shot(run: Run, workers: Any, shown: Tokens, held_out: Sequence[int], progress: Progress) -> None:
+def score_few_shot(
+    run: Run, workers: Any, shown: Tokens, held_out: Sequence[int], progress: Progress, *, most_tokens: int
+) -> None:
     """The base's loss on held-out rows that follow examples: `shown` holds the rows with them."""
     if run.events("few_shot_scored"):
         return
     with stage(progress, "evaluate the base with examples", len(held_out)):
-        scores = workers.apply(score_base, shown, held_out, tick=progress.advance)
+        score = partial(score_base, most_tokens=most_tokens)
+        scores = workers.apply(score, shown, held_out, tick=progress.advance)
     columns = {"row": shown.numbers[scores.rows], "nll": scores.nll, "tokens": scores.targets, "hits": scores.hits}
     run.write_table("few-shot.parquet", columns)
     accuracy = float(scores.hits.sum() / max(1, scores.targets.sum()))

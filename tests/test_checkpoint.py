@@ -151,12 +151,50 @@ print("done")
 """
 
 
-def test_on_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=120k none "$0" && exec "$@"', str(tmp_path)]
+AN_ADAPTER_ON_A_SMALL_DISK = """
+import os
+import sys
+from pathlib import Path
+
+from crosstune.errors import RunError
+from crosstune.recipe import Lora
+from tests.test_export import export
+
+disk, model = map(Path, sys.argv[1:])
+ballast, full = disk / "ballast", 0
+for left in range(0, 120, 4):
+    ballast.write_bytes(b"")
+    free = os.statvfs(disk)
+    ballast.write_bytes(bytes(max(0, free.f_bavail * free.f_bsize - 1024 * left)))
+    try:
+        export(disk / "adapter", model, Lora(rank=4))
+    except RunError as error:
+        full += 1
+        assert "No space left on device" in error.problem, error
+        assert [file.name for file in disk.iterdir()] == ["ballast"]
+    else:
+        break
+assert (disk / "adapter").is_dir()
+print(full)
+print("done")
+"""
+
+
+def on_a_small_disk(size: str, code: str, disk: Path, *more: str) -> str:
+    mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size={size} none "$0" && exec "$@"', str(disk)]
     if subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no small disk can be mounted here (unshare, mount)")
+    command = [*mount, sys.executable, "-c", code, str(disk), *more]
     root = Path(__file__).parent.parent
-    code = [sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path)]
-    done = subprocess.run([*mount, *code], cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("done\n"), done.stderr
-    assert "full" in done.stdout
+    return done.stdout
+
+
+def test_on_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    assert "full" in on_a_small_disk("120k", ON_A_SMALL_DISK, tmp_path)
+
+
+def test_an_adapter_for_which_the_disk_is_too_small_is_said_and_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+    """Weights, config, tokenizer, card: whichever file is the one that no longer fits."""
+    assert int(on_a_small_disk("400k", AN_ADAPTER_ON_A_SMALL_DISK, tmp_path, str(tiny)).split()[0]) > 8

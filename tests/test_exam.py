@@ -154,6 +154,27 @@ def test_optunas_rule_ends_lanes_under_way(tiny, colours, tmp_path):
     assert place.is_finished and result.report["best"] in (0, 1, 2)
 
 
+@pytest.mark.parametrize("prune", ["median", "hyperband", "wilcoxon"])
+def test_a_continued_run_gives_up_the_same_trials_under_way(tiny, colours, tmp_path, prune):
+    pytest.importorskip("optuna")
+    rates = [0.02, 0.01, 1e-6, 1e-5, 0.005, 1e-6, 1e-4, 1e-6]
+    train, sweep = {"epochs": 4}, {"train.learning_rate": rates, "prune": prune}
+    asked = recipe(tiny, colours, tmp_path / "r", sweep=sweep, train=train, device={"lanes": 7})
+    whole = run(asked)
+    place = Run.read(tmp_path / "r")
+    ended = {(e["trial"], e["fold"]): e["step"] for e in place.events("lane_given_up")}
+    journal = tmp_path / "r" / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    waves = [i for i, line in enumerate(lines) if '"wave_finished"' in line]
+    for kept in (waves[0], waves[1] - 1, waves[2] - 4):  # after a wave, and inside of two
+        journal.write_text("".join(lines[: kept + 1]))
+        again = run(asked)
+        assert again.trials == whole.trials
+        known = Run.read(tmp_path / "r").events("lane_given_up")
+        assert {(e["trial"], e["fold"]): e["step"] for e in known} == ended
+    assert ended or prune == "hyperband"
+
+
 def test_waves_hold_whole_trials_where_trials_end_under_way(tiny, colours, tmp_path):
     """A rule judges a trial when all its folds are scored, and a given-up lane's slot is padding until its wave ends."""
     pytest.importorskip("optuna")

@@ -13,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from crosstune.errors import RunError
 from crosstune.export import save_adapter
 from crosstune.export.serve import go_template, serve_commands, write_modelfile
 from crosstune.export.turns import plain_turns
@@ -124,7 +125,7 @@ def test_a_failed_write_leaves_the_old_folder_and_nothing_else(tiny, tmp_path):
         def save_pretrained(self, folder):
             raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(RunError, match="disk full"):
         export(tmp_path / "adapter", tiny, Lora(rank=4), tokenizer=Broken())
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == before

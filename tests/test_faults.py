@@ -192,7 +192,7 @@ def test_a_nested_cross_validation_counts_lanes_that_failed_within_and_tries_the
     "error",
     [
         OSError(28, "No space left on device"), RunError("no", "room"), AssertionError("ours"), KeyboardInterrupt(),
-        Interrupted(2), RuntimeError("CUDA error: an illegal memory access was encountered"),
+        Interrupted(2), ValueError("No space left on device (os error 28)"), RuntimeError("CUDA error: an illegal memory access was encountered"),
     ],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip

@@ -69,12 +69,12 @@ def save_adapter(
     """
     names, base_name = sorted(set(target_names)), redact(base_name)  # a URL may hold a password
     _assert_whole(tensors, lora, names)
-    with new_folder(folder, marker=CONFIG) as work:
+    with new_folder(folder, marker=CONFIG) as work, guard("writing", Path(folder)):
         written = written or write_weights(work / WEIGHTS, tensors)
         written.file.replace(work / WEIGHTS)
         write_json(work / CONFIG, peft_config(lora, names, base_name))
         if tokenizer is not None:
-            tokenizer.save_pretrained(work)
+            save_tokenizer(tokenizer, work)
             write_modelfile(work, tokenizer, stop_ids, source={"FROM": public_name(base_name), "ADAPTER": "."})
         write_generation_config(work, tokenizer, stop_ids)
         if base_files:
@@ -86,6 +86,17 @@ def save_adapter(
         text = model_card(facts, base_name=base_name, kind="adapter", serve=serve)
         (work / "README.md").write_text(text, encoding="utf-8")
         write_checksums(work, known={WEIGHTS: written.digest})
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """The tokenizer's files. A disk that can't take them is an OSError, whoever notices it."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # tokenizers' own, of no class: "No space left on device (os error 28)"
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error)) from error
 
 
 def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> Written:

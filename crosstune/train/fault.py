@@ -33,7 +33,9 @@ def ends_the_run(error: BaseException) -> bool:
     """Whether an exception is nobody's own: going on with other lanes would be of no use, or would hide it."""
     if isinstance(error, CrosstuneError | OSError | AssertionError) or not isinstance(error, Exception):
         return True
-    return is_out_of_memory(error) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+    said = str(error)
+    # Libraries in Rust raise what the disk said as an exception of their own: "… (os error 28)".
+    return is_out_of_memory(error) or "(os error" in said or (isinstance(error, RuntimeError) and "CUDA error" in said)
 
 
 def reason_of(error: BaseException) -> str:

@@ -241,3 +241,23 @@ def test_what_is_printed_names_the_verdict_and_the_ways(capsys):
     out = capsys.readouterr().out
     assert "does not fit on NVIDIA T4" in out
     assert "Ways to fit:" in out
+
+
+def test_each_kind_of_work_has_its_peak():
+    told = explain(
+        recipe(model={"name": "tests/cases/llama3-8b", "quantization": "nf4"}), gpu="h100", lengths=[512] * 50
+    ).to_json()
+    peaks = told["peaks"]
+    assert list(peaks) == ["train", "evaluate", "generate", "merge"]
+    assert peaks["train"] <= told["peak_bytes"]
+    assert max(peaks["train"], peaks["evaluate"]) <= told["peak_bytes"] * 1.01
+    assert peaks["generate"] < told["free_bytes"]
+    assert 16e9 < peaks["merge"] < 20e9  # one model in bf16
+
+
+def test_answering_is_cut_to_what_is_free():
+    """A long answer to every row would need a cache larger than the device; rows a batch make up for it."""
+    asked = recipe(evaluate={"max_new_tokens": 4096})
+    for gpu in ("rtx-4090", "a100-80"):
+        found = explain(asked, gpu=gpu, lanes=1, lengths=[2048] * 500)
+        assert found.to_json()["peaks"]["generate"] < found.plan.free_bytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from crosstune.memory.config import read_config
 from crosstune.memory.estimate import head_chunk
 from crosstune.memory.gpus import Machine, find_gpu, free_ram_bytes, parse_bytes, this_cpu
 from crosstune.memory.layout import Devices, ways
+from crosstune.memory.peaks import peaks
 from crosstune.memory.picture import draw_parts, save_png
 from crosstune.memory.plan import describe, search
 from crosstune.memory.precision import attention_kernel, choose_precision
@@ -38,6 +40,7 @@ class Explained:
     alternatives: tuple[Way, ...]
     table: tuple[Plan, ...]  # rows a lane and pass x (none, half, all) recomputed, for the same lanes
     notes: tuple[str, ...]
+    peaks: Mapping[str, int]  # train, evaluate, generate; merge: of RAM
 
     @property
     def fits(self) -> bool:
@@ -59,6 +62,7 @@ class Explained:
             "fits": self.fits,
             "peak_bytes": plan.peak_bytes,
             "parts": dict(plan.parts),
+            "peaks": dict(self.peaks),
             "settings": plan.settings,
             "waves": plan.waves,
             "lanes_per_wave": plan.lanes,
@@ -97,6 +101,7 @@ class Explained:
                 parts.add_row(name, bytes_words(size), f"{100 * size / plan.peak_bytes:.1f}%")
         parts.add_row("in all", bytes_words(plan.peak_bytes), "", style="bold")
         console.print(parts)
+        console.print(", ".join(f"{name} {bytes_words(size)}" for name, size in self.peaks.items()) + " (merge: RAM)")
         console.print(self._logits_words())
         widths = Table("rows x accumulation", "recomputed layers", "memory", "fits", "time", box=None, pad_edge=False)
         for row in self.table:
@@ -182,7 +187,9 @@ def explain(
             break
     plan = best or least
     notes += _outlier(job)
-    return Explained(plan, tuple(ways_to_fit(job, plan)), _table(job, plan), tuple(notes))
+    answer = recipe.evaluate.max_new_tokens or min(512, max(16, job.tokens))
+    most = peaks(plan, new_tokens=answer, rows=math.ceil(len(found) / num_folds))
+    return Explained(plan, tuple(ways_to_fit(job, plan)), _table(job, plan), tuple(notes), most)
 
 
 plan = explain  # the name it has in the package: crosstune.plan(…)

@@ -19,13 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from crosstune.memory.peaks import CACHE_SHARE
+from crosstune.memory.peaks import POSITIONS_A_BATCH as POSITIONS_A_BATCH  # also offered here
 from crosstune.model.attach import Slots
 from crosstune.model.base import Base
-from crosstune.model.device import free_bytes
+from crosstune.model.device import free_bytes, live_bytes, machine_of
 from crosstune.model.head import next_logits
-
-# Rows × positions that a batch may keep in its cache. A GPU's share of free memory limits it further.
-POSITIONS_A_BATCH = {"cpu": 16_384, "mps": 32_768, "cuda": 262_144}
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ def cut_batches(
     queues = [sorted(prompts, key=lambda prompt: (-len(prompt.ids), prompt.row)) for prompts in prompts_K]
     limit = POSITIONS_A_BATCH[base.device.type]
     if base.device.type == "cuda":
-        limit = min(limit, int(0.5 * free_bytes(base.device) / cache_bytes_a_position(base)))
+        free = free_bytes(base.device) - live_bytes(base.device) - machine_of(base.device).context_bytes
+        limit = min(limit, int(CACHE_SHARE * max(0, free) / cache_bytes_a_position(base)))
     place = 0
     while any(place < len(queue) for queue in queues):
         longest = max(len(queue[place].ids) for queue in queues if place < len(queue))

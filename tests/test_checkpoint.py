@@ -180,6 +180,35 @@ print("done")
 """
 
 
+A_MERGE_ON_A_SMALL_DISK = """
+import os
+import sys
+from pathlib import Path
+
+from crosstune.errors import CrosstuneError
+from crosstune.export import merge
+from crosstune.recipe import Lora
+from tests.test_export import export
+
+disk, model = map(Path, sys.argv[1:])
+export(disk / "adapter", model, Lora(rank=4))
+ballast, said = disk / "ballast", set()
+for left in range(470, 600, 10):  # KiB: the tensors take 481
+    ballast.write_bytes(b"")
+    free = os.statvfs(disk)
+    ballast.write_bytes(bytes(max(0, free.f_bavail * free.f_bsize - 1024 * left)))
+    try:
+        merge(disk / "adapter", disk / "merged")
+    except CrosstuneError as error:
+        said.add("No space left" if "No space left on device" in str(error) else "needs")
+        assert sorted(file.name for file in disk.iterdir()) == ["adapter", "ballast"]
+    else:
+        break
+print(sorted(said))
+print("done")
+"""
+
+
 def on_a_small_disk(size: str, code: str, disk: Path, *more: str) -> str:
     mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size={size} none "$0" && exec "$@"', str(disk)]
     if subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
@@ -198,3 +227,8 @@ def test_on_a_disk_that_is_really_full(tmp_path: Path) -> None:
 def test_an_adapter_for_which_the_disk_is_too_small_is_said_and_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     """Weights, config, tokenizer, card: whichever file is the one that no longer fits."""
     assert int(on_a_small_disk("400k", AN_ADAPTER_ON_A_SMALL_DISK, tmp_path, str(tiny)).split()[0]) > 8
+
+
+def test_a_merge_for_which_the_disk_is_too_small_is_said_and_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+    said = on_a_small_disk("3m", A_MERGE_ON_A_SMALL_DISK, tmp_path, str(tiny))
+    assert said.splitlines()[0] == "['No space left', 'needs']"  # beforehand for tensors, else when it happens

@@ -48,6 +48,7 @@ from crosstune.export.verify import (
 )
 from crosstune.export.weights import refuse_other_weights
 from crosstune.progress import Progress, Quiet
+from crosstune.store.files import guard
 from crosstune.units import bytes_words, seconds_words
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,7 +127,7 @@ def merge(
         adapter = read_adapter(folder, model_config({"pretrained_model_name_or_path": origin.weights.folder}))
         merger = plan_merge(origin.weights, adapter, _dtype(dtype))
         refuse_full_disk(place, merger.num_bytes * (1 if quantize == "none" else 2))
-        with new_folder(place, marker=CHECKSUMS) as work:
+        with new_folder(place, marker=CHECKSUMS) as work, guard("writing", place):
             plain = work if quantize == "none" else scratch / "merged"
             plain.mkdir(exist_ok=True)
             write_shards(merger, plain, progress)

@@ -28,6 +28,10 @@ from crosstune.units import bytes_words
 CPU_PASS_TOKENS = 1024
 
 
+# A plan that leaves room is worth some time: it is neither rehearsed nor in danger of a smaller one in mid-run.
+ROOMY_SHARE, ROOMY_COST = 0.85, 1.1
+
+
 def plan_memory(
     *,
     recipe: Recipe,
@@ -136,6 +140,9 @@ def _choose(fitting: Sequence[Plan], job: Job) -> Plan:
         waves = min(plan.waves for plan in fitting if plan.seconds <= 1.2 * fastest)
         together = [plan for plan in fitting if plan.waves == waves]
         fastest = min(plan.seconds for plan in together)
+        roomy = [plan for plan in together if plan.peak_bytes <= ROOMY_SHARE * plan.free_bytes]
+        if any(plan.seconds <= ROOMY_COST * fastest for plan in roomy):
+            together, fastest = roomy, min(plan.seconds for plan in roomy)
         return min((plan for plan in together if plan.seconds <= 1.02 * fastest), key=lambda plan: plan.peak_bytes)
     mean = float(np.mean(job.lengths))
 

@@ -22,8 +22,8 @@ LAUNCH_SECONDS = 6.7e-3
 RELAUNCH_SECONDS = 2.6e-3
 # The demo (SmolLM2-135M, 5 lanes) on 2 cores of an EPYC with AVX-512 BF16: 75 GFLOP/s a core in fp32, 180 in bf16.
 CPU_BF16_GAIN = 2.4
-# Products over few tokens don't fill a GPU: five lanes of the 8B model, each step one CUDA graph, reached 28, 41 and 43%
-# of an H200's rate with 640, 2,560 and 10,240 tokens a pass. Beyond some 16,000 nothing is gained.
+# Products over few tokens don't fill a GPU: five lanes of the 8B model, each step one CUDA graph, reached 28, 41 and
+# 43% of an H200's rate with 640, 2,560 and 10,240 tokens a pass. Beyond some 16,000 nothing is gained.
 HALF_RATE_TOKENS, FULL_RATE_TOKENS = 300, 16384
 ARITHMETIC_SHARE = {"cuda": 0.45, "mps": 0.4, "cpu": 0.6}
 

@@ -1,0 +1,89 @@
+"""Which tokens of a pass belong to which lane, and the products whose matrix differs from lane to lane.
+
+A pass is laid out in one of two ways. *Even*: every lane has the same number of tokens, rows padded to the longest, and
+a product is batched over equal blocks. *Flat*: all rows one after another without padding, lane by lane; lane k's tokens
+end at `ends_K[k]`, and a product is a grouped one (torch._grouped_mm, made for mixtures of experts), which reads the
+ends on the device. Nothing in either crosses lanes.
+
+Shapes: K lanes, N tokens of a pass, S tokens of a lane where even, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A grouped product reads rows and matrices in pieces of 16 bytes (aten/native/cuda/GroupedBlas.cpp).
+ALIGNED = 8  # numbers of 16 bits
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """K lanes' tokens: in equal blocks, or where `ends_K` (int32) says; `lane_N` is then each token's lane."""
+
+    num: int
+    ends_K: Tensor | None = None
+    lane_N: Tensor | None = None
+
+    @classmethod
+    def flat(cls, ends_K: Tensor, num_tokens: int) -> Lanes:
+        """Lanes of `num_tokens` tokens; those behind the last lane's end are padding, and count as the last lane's."""
+        place_N = torch.arange(num_tokens, device=ends_K.device, dtype=ends_K.dtype)
+        lane_N = torch.searchsorted(ends_K, place_N, right=True).clamp_(max=len(ends_K) - 1)
+        return cls(len(ends_K), ends_K, lane_N)
+
+    def scale_(self, x_NR: Tensor, scale_K: Tensor) -> Tensor:
+        """Multiply each lane's tokens by its number, in place."""
+        if self.lane_N is None:
+            x_NR.view(self.num, -1, x_NR.shape[1]).mul_(scale_K[:, None, None])
+            return x_NR
+        return x_NR.mul_(scale_K[self.lane_N][:, None])
+
+    def times(self, x_NI: Tensor, m_KIO: Tensor) -> Tensor:
+        """x m_k for the tokens of each lane k."""
+        if self.ends_K is None:
+            return torch.bmm(self._blocks(x_NI), m_KIO).view(len(x_NI), -1)
+        return self._grouped(x_NI, m_KIO)
+
+    def times_into(self, y_NO: Tensor, x_NI: Tensor, m_KIO: Tensor, *, add: bool = False) -> None:
+        """The same, written or added to `y_NO`, which may be some columns of a tensor."""
+        if self.ends_K is not None:
+            made_NO = self._grouped(x_NI, m_KIO)
+            y_NO.add_(made_NO) if add else y_NO.copy_(made_NO)
+        elif add:
+            self._blocks(y_NO).baddbmm_(self._blocks(x_NI), m_KIO)
+        else:
+            torch.bmm(self._blocks(x_NI), m_KIO, out=self._blocks(y_NO))
+
+    def plus(self, add_NO: Tensor, x_NI: Tensor, m_KIO: Tensor) -> Tensor:
+        """add + x m_k, a new tensor."""
+        if self.ends_K is None:
+            return torch.baddbmm(self._blocks(add_NO), self._blocks(x_NI), m_KIO).view(add_NO.shape)
+        return self._grouped(x_NI, m_KIO).add_(add_NO)
+
+    def outer(self, g_NO: Tensor, x_NI: Tensor) -> Tensor:
+        """gᵀ x over each lane's tokens, (K, O, I)."""
+        if self.ends_K is None:
+            return torch.bmm(self._blocks(g_NO).transpose(1, 2), self._blocks(x_NI))
+        if _in_one_kernel(x_NI):
+            return torch._grouped_mm(g_NO.t(), x_NI, offs=self.ends_K)
+        return torch.stack([g_NO[part].t() @ x_NI[part] for part in self._parts()])
+
+    def _grouped(self, x_NI: Tensor, m_KIO: Tensor) -> Tensor:
+        if _in_one_kernel(x_NI):
+            return torch._grouped_mm(x_NI, m_KIO, offs=self.ends_K)
+        return torch.cat([x_NI[part] @ m_KIO[k] for k, part in enumerate(self._parts())])
+
+    def _blocks(self, x_NI: Tensor) -> Tensor:
+        return x_NI.unflatten(0, (self.num, -1))
+
+    def _parts(self) -> list[slice]:
+        assert self.ends_K is not None
+        ends = self.ends_K.tolist()
+        return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _in_one_kernel(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16

@@ -1,0 +1,89 @@
+"""How a wave's steps are cut into passes, and how a pass lies: even, padded to a rectangle, or flat (data/flat.py).
+
+Decided once for a wave and a plan, from all its rows: never from where a continued run goes on, so that it computes the
+same passes to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from crosstune.data.batches import Batch, PassSize, Unit, collate, cut_step, pass_size
+from crosstune.data.flat import collate_flat, cut_flat, flat_size
+from crosstune.data.tokens import Tokens
+from crosstune.model.attach import Slots
+from crosstune.train.lane import Lane
+
+# Row lengths are rounded up to this many tokens: tensor cores want multiples of 8 (docs.nvidia.com, matmul guide).
+LENGTH_MULTIPLE = {"cpu": 1, "mps": 1, "cuda": 8}
+FLAT_ON = {"cuda": True, "mps": False, "cpu": False}  # kinds of device
+WASTE = 0.03  # share of padding from which on passes lie flat: attention is then 1.3 times slower, the rest is not
+LOOK_AHEAD = 2000  # steps whose passes are looked at
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """Even passes of `micro_batch` units a lane, or flat ones of `most_tokens` tokens, no row above `longest`."""
+
+    micro_batch: int
+    multiple: int = 1
+    most_tokens: int = 0  # 0: even
+    longest: int = 0
+
+    def cut(self, units_K: Sequence[Sequence[Unit]], tokens: Tokens) -> list[list[list[Unit]]]:
+        """One step's units of every lane → passes."""
+        if self.most_tokens:
+            return cut_flat(units_K, tokens.lengths, self.most_tokens)
+        return cut_step(units_K, tokens.lengths, self.micro_batch)
+
+    def size(self, units_K: Sequence[Sequence[Unit]], tokens: Tokens) -> PassSize:
+        """The smallest size that holds a pass."""
+        if self.most_tokens:
+            return flat_size(tokens, units_K, self.longest)
+        return pass_size(tokens, units_K, self.multiple)
+
+    def collate(
+        self,
+        tokens: Tokens,
+        units_K: Sequence[Sequence[Unit]],
+        *,
+        weights_K: Sequence[float],
+        dropout_K: Sequence[tuple[int, int]] | None,
+        size: PassSize,
+    ) -> Batch:
+        """Arrays of one pass."""
+        make = collate_flat if self.most_tokens else collate
+        return make(tokens, units_K, weights_K=weights_K, dropout_K=dropout_K, size=size)
+
+
+def choose_cutting(slots: Slots, lanes: Sequence[Lane], tokens: Tokens, micro_batch: int) -> Cutting:
+    """Flat where that can be done and even passes would be padding for more than WASTE."""
+    device_type = slots.base.device.type
+    even = Cutting(micro_batch, LENGTH_MULTIPLE[device_type])
+    if not (FLAT_ON[device_type] and slots.takes_flat):
+        return even
+    lengths = [[sum(int(tokens.lengths[row]) for row in unit) for unit in lane.units] for lane in lanes]
+    longest = max((int(tokens.lengths[row]) for lane in lanes for unit in lane.units for row in unit), default=1)
+    packed = any(len(unit) > 1 for lane in lanes for unit in lane.units)
+    real = computed = 0
+    for units_K in _steps(lanes):
+        for units in even.cut(units_K, tokens):
+            size = even.size(units, tokens)
+            computed += len(lanes) * size.rows * size.width
+            real += sum(int(tokens.lengths[row]) for of_lane in units for unit in of_lane for row in unit)
+    if not packed and (computed == 0 or 1 - real / computed <= WASTE):
+        return even
+    widest = max((length for of_lane in lengths for length in of_lane), default=1)
+    return Cutting(micro_batch, even.multiple, len(lanes) * micro_batch * -(-widest // 8) * 8, longest)
+
+
+def sizes_of_wave(lanes: Sequence[Lane], tokens: Tokens, cutting: Cutting) -> Counter[PassSize]:
+    """How often the passes of these lanes' steps, from the first one on, have which size."""
+    return Counter(cutting.size(units, tokens) for units_K in _steps(lanes) for units in cutting.cut(units_K, tokens))
+
+
+def _steps(lanes: Sequence[Lane]) -> Iterator[list[list[Unit]]]:
+    for step in range(min(max((lane.last_step for lane in lanes), default=0), LOOK_AHEAD)):
+        yield [lane.units_at(step) for lane in lanes]

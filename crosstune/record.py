@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ class Recorder:
                 self._keep_step(event)
         elif isinstance(event, LaneTrained):
             file = self.folder(event.job) / EARLY
-            self._being_written[_key(event.job)] = self._writers.submit(write_weights, file, event.adapter)
+            self._being_written[_key(event.job)] = self._writers.submit(_write, file, event.adapter)
         elif isinstance(event, LaneFinished):
             with blamed(lambda reason: self._fail(event.job, reason, event.steps)):
                 self._finish(event)
@@ -178,6 +178,10 @@ def read_base_scores(run: Run, tokens: Tokens, rows: NDArray[np.int64]) -> RowSc
 def _only(scores: RowScores, rows: NDArray[np.int64]) -> RowScores:
     place = np.searchsorted(scores.rows, rows)
     return RowScores(rows, scores.nll[place], scores.targets[place], scores.hits[place])
+
+
+def _write(file: Path, fetch: Callable[[], Mapping[str, Tensor]]) -> Written:
+    return write_weights(file, fetch())
 
 
 def _key(job: LaneJob) -> tuple[int, int | None]:

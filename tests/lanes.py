@@ -70,6 +70,8 @@ class PlanOf:
     micro_batch: int = 2
     checkpointed_layers: int = 0
     evaluate_tokens: int = 4096
+    peak_bytes: int = 0
+    free_bytes: int = 1
 
 
 @dataclass

@@ -16,6 +16,7 @@ from crosstune.train import ahead
 from crosstune.train.ahead import is_worth_it, longest_pass
 from crosstune.train.lane import Lane
 from crosstune.train.recover import PlanChanged
+from crosstune.train.cutting import Cutting
 from crosstune.train.step import step_batches
 from crosstune.train.wave import run_wave
 from tests.lanes import Outcome, fold_job, fp32_base, same_adapter, tokens_of
@@ -82,7 +83,7 @@ def test_no_pass_is_larger_than_the_one_ahead(base):
         for step in range(lanes[0].last_step):
             for lane in lanes:
                 lane.step = step
-            for batch in step_batches(lanes, tokens, [1.0] * 3, micro_batch=micro_batch, multiple=8):
+            for batch in step_batches(lanes, tokens, [1.0] * 3, Cutting(micro_batch, 8)):
                 assert batch.ids_NT.shape[0] <= most.ids_NT.shape[0] and batch.ids_NT.shape[1] <= most.ids_NT.shape[1]
         for lane in lanes:
             lane.step = 0

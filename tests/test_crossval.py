@@ -30,6 +30,7 @@ from crosstune.store.run import Run
 from crosstune.train import wave
 from crosstune.train.evaluate import score_base
 from crosstune.train.lane import Lane, LaneJob
+from crosstune.train.cutting import Cutting
 from crosstune.train.step import step_batches
 from tests.lanes import fp32_base
 from tests.tiny import CASES, make_tiny
@@ -166,7 +167,7 @@ def test_end_tokens_are_targets_even_where_they_also_pad(tiny, pad):
     assert tokens.pad_id == (368 if pad else 364)
     lane, targets = Lane.start(one_job(fp32_base(tiny), 8), tokens), []
     while lane.is_fed:
-        for batch in step_batches([lane], tokens, [1.0], micro_batch=4, multiple=1):
+        for batch in step_batches([lane], tokens, [1.0], Cutting(4)):
             real = batch.weight_KS > 0
             targets += batch.target_KS[real].tolist()
             width = batch.ids_NT.shape[1]
@@ -186,7 +187,7 @@ def test_packed_rows_never_see_one_another(tiny):
     )
     lane = Lane.start(one_job(base, 6, packing=True), tokens_wide)
     assert len(lane.units) == 1
-    (batch,) = step_batches([lane], tokens_wide, [1.0], micro_batch=1, multiple=1)
+    (batch,) = step_batches([lane], tokens_wide, [1.0], Cutting(1))
     assert (batch.weight_KS > 0).sum() == 27
     with torch.no_grad():
         packed = base.head(base.hidden(torch.from_numpy(batch.ids_NT), torch.from_numpy(batch.position_NT)))[0]

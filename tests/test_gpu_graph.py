@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from bench.shapes import random_model
-from crosstune.model.attach import resolve_targets
+from crosstune.data.batches import collate
+from crosstune.data.flat import collate_flat, flat_size
+from crosstune.model.attach import attached, resolve_targets
 from crosstune.model.base import adopt
 from crosstune.progress import Quiet
 from crosstune.recipe import Evaluate, Lora, Train
-from crosstune.train import graph
+from crosstune.train import cutting, graph
 from crosstune.train.lane import LaneJob
+from crosstune.train.step import DeviceBatch, run_pass
 from crosstune.train.wave import run_wave
 from tests.lanes import Outcome, PlanOf, random_tokens, same_adapter, tokens_of
 
@@ -84,11 +87,36 @@ def test_rows_of_many_lengths_give_the_same_losses_padded_to_recorded_sizes(base
     tokens = random_tokens(ROWS, longest=200)
     replayed = counting(monkeypatch)
     one = train(base, jobs(base), tokens)
-    assert len({batch.ids_NT.shape for batch in replayed}) > 1
+    assert replayed and all(batch.ends_K is not None for batch in replayed)  # they lie flat
     monkeypatch.setattr(graph, "choose_sizes", lambda to_come: [])
-    other = train(base, jobs(base), tokens)
+    launched = train(base, jobs(base), tokens)
+    monkeypatch.setitem(cutting.FLAT_ON, "cuda", False)
+    even = train(base, jobs(base), tokens)
     for fold in range(3):
-        np.testing.assert_allclose(one.lane(fold).losses, other.lane(fold).losses, rtol=0.02)
+        for other in (launched, even):
+            np.testing.assert_allclose(one.lane(fold).losses, other.lane(fold).losses, rtol=0.02)
+            np.testing.assert_allclose(one.lane(fold).scores.loss, other.lane(fold).scores.loss, rtol=0.01)
+
+
+def test_a_flat_pass_has_the_gradients_of_an_even_one(base):
+    tokens, units_K = random_tokens(), [[(0,), (1,)], [(2,), (5,)], [(3,)]]
+    keys = [(seed, 5) for seed in range(3)]
+    given = {"weights_K": [0.1, 0.2, 0.3], "dropout_K": keys}
+    batches = [
+        collate(tokens, units_K, **given),
+        collate_flat(tokens, units_K, **given, size=flat_size(tokens, units_K, 30)),
+    ]
+    found = []
+    for batch in batches:
+        with attached(base, [job.spec for job in jobs(base)]) as slots:
+            noise = torch.randn(slots.master_KP.shape, generator=torch.Generator().manual_seed(0)) * 0.02
+            slots.master_KP.add_(noise.cuda())
+            slots.refresh()
+            loss_K = run_pass(slots, DeviceBatch.of(batch, base.device))
+            found.append((loss_K, slots.grad_KP.clone()))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0.01, atol=1e-3)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert torch.linalg.vector_norm(one - other) < 0.03 * torch.linalg.vector_norm(one)
 
 
 def test_a_lane_alone_and_together_agree_to_the_noise_of_bf16(base):

@@ -17,6 +17,7 @@ from crosstune.model.base import Base
 from crosstune.train.evaluate import score_base, score_lanes
 from crosstune.train.lane import Lane, Status
 from crosstune.train.optimizer import LaneAdamW
+from crosstune.train.cutting import Cutting
 from crosstune.train.step import DeviceBatch, run_pass, step_batches, train_step
 from tests.lanes import PlanOf, fold_job, fp32_base, random_tokens, run, same_adapter
 
@@ -136,7 +137,7 @@ def test_padding_of_smaller_ranks_and_missing_targets_stays_zero(base):
                     a[k, : job.lora.rank], b[k, :, : job.lora.rank] = True, True
         optimizer = LaneAdamW(slots, [job.train for job in jobs])
         for _ in range(6):
-            train_step(slots, optimizer, lanes, step_batches(lanes, tokens, [1.0] * 4, micro_batch=2, multiple=1))
+            train_step(slots, optimizer, lanes, step_batches(lanes, tokens, [1.0] * 4, Cutting(2)))
             for lane in lanes:
                 lane.step += 1
         assert slots.master_KP[used].count_nonzero() > 0.99 * used.sum()

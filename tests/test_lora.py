@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from crosstune.data.batches import _token_keys
+from crosstune.data.batches import token_keys
 from crosstune.model.lora import Adapters, Dropout, LaneProduct, hashed_columns
 
 K, S, I, O, R = 3, 11, 8, 6, 4
@@ -21,7 +21,7 @@ def random_adapters(dtype: torch.dtype = torch.float64) -> Adapters:
 
 
 def keys(seed: int = 1, step: int = 0, length: int = S) -> torch.Tensor:
-    rows = [_token_keys(seed + k, step, row=k, length=length).view(np.int32) for k in range(K)]
+    rows = [token_keys(seed + k, step, row=k, length=length).view(np.int32) for k in range(K)]
     return torch.from_numpy(np.stack(rows))
 
 
@@ -95,6 +95,6 @@ def test_dropout_masks_are_independent_over_tokens_channels_layers_steps_and_lan
 
 
 def test_a_tokens_mask_does_not_depend_on_padding_or_on_its_place_in_the_batch():
-    long, short = _token_keys(3, 5, row=9, length=40), _token_keys(3, 5, row=9, length=17)
+    long, short = token_keys(3, 5, row=9, length=40), token_keys(3, 5, row=9, length=17)
     assert np.array_equal(long[:17], short)
-    assert not np.array_equal(_token_keys(3, 5, row=8, length=17), short)
+    assert not np.array_equal(token_keys(3, 5, row=8, length=17), short)

@@ -10,9 +10,10 @@ import torch
 
 from crosstune.data.batches import PassSize, collate, pass_size
 from crosstune.model.attach import attached
-from crosstune.train.graph import MOST_GRAPHS, RECORDING, best_runs, choose_sizes, sizes_to_come
+from crosstune.train.graph import MOST_GRAPHS, RECORDING, best_runs, choose_sizes
 from crosstune.train.lane import Lane
 from crosstune.train.optimizer import LaneAdamW
+from crosstune.train.cutting import Cutting, sizes_of_wave
 from crosstune.train.step import DeviceBatch, run_pass, step_batches, train_step
 from tests.lanes import fold_job, fp32_base, random_tokens
 
@@ -58,10 +59,10 @@ def test_the_passes_to_come_are_those_that_the_lanes_make(base):
     tokens = random_tokens()
     jobs = [fold_job(base, fold, k=3, epochs=2) for fold in range(3)]
     lanes = [Lane.start(job, tokens) for job in jobs]
-    told = sizes_to_come(lanes, tokens, micro_batch=2, device_type="cpu")
+    told = sizes_of_wave(lanes, tokens, Cutting(2))
     found: Counter[PassSize] = Counter()
     while any(lane.is_fed for lane in lanes):
-        for batch in step_batches(lanes, tokens, [1.0] * 3, micro_batch=2, multiple=1):
+        for batch in step_batches(lanes, tokens, [1.0] * 3, Cutting(2)):
             found[batch.size] += 1
         for lane in lanes:
             lane.step += lane.is_fed
@@ -95,7 +96,7 @@ def test_a_step_runs_its_passes_as_it_is_told(base):
     ran = []
     with attached(base, [job.spec for job in jobs]) as slots:
         optimizer = LaneAdamW(slots, [job.train for job in jobs])
-        batches = step_batches(lanes, tokens, [1.0] * 3, micro_batch=2, multiple=1)
+        batches = step_batches(lanes, tokens, [1.0] * 3, Cutting(2))
 
         def run(batch):
             ran.append(batch)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +24,23 @@ Unit = tuple[int, ...]  # positions into Tokens of the rows that form one sequen
 
 @dataclass(frozen=True, order=True)
 class PassSize:
-    """Sizes of a pass: rows a lane, T, S. One that is larger in T and S can hold it: padding is invisible."""
+    """Sizes of a pass: rows of a lane, T, S. Of a flat one (flat.py): all rows, all tokens, all targets, longest row.
+
+    A larger one can hold it, for padding is invisible.
+    """
 
     rows: int
     width: int
     targets: int
+    longest: int = 0  # tokens; 0: not flat
 
     def holds(self, other: PassSize) -> bool:
         """Whether a pass of the other size can be padded to this one."""
-        return self.rows == other.rows and self.width >= other.width and self.targets >= other.targets
+        if self.longest == 0 and self.rows != other.rows:  # a row of padding costs as much as any other
+            return False
+        return (self.longest > 0) == (other.longest > 0) and all(
+            mine >= its for mine, its in zip(astuple(self), astuple(other), strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,16 @@ class Batch:
     key_KS: NDArray[np.int32] | None  # hashed (lane seed, step, row, position), a key a token
     num_tokens: int  # without padding
     size: PassSize
+    # Of a flat pass only (flat.py), whose N and K above are 1:
+    cuts_R: NDArray[np.int32] | None = None  # where rows begin and end
+    ends_K: NDArray[np.int32] | None = None  # where each lane's tokens end
+    spot_KS: NDArray[np.int64] | None = None  # places of each lane's targets among all; behind the last where padded
+
+    def lane_of_target(self) -> NDArray[np.int64]:
+        """The lane of each target, of `row_KS`'s shape; meaningless where padded."""
+        if self.ends_K is None:
+            return np.broadcast_to(np.arange(len(self.row_KS))[:, None], self.row_KS.shape)
+        return np.searchsorted(self.ends_K, self.index_KS, side="right")
 
 
 def lane_seed(seed: int, fold: int | None) -> int:
@@ -141,7 +159,7 @@ def collate(
                     position_NT[n, start:stop] = np.arange(len(ids))
                     position_NT[n, stop:] = np.arange(width - stop)
                 if key_NT is not None and dropout_K is not None:
-                    key_NT[n, start:stop] = _token_keys(*dropout_K[lane], row=int(tokens.numbers[row]), length=len(ids))
+                    key_NT[n, start:stop] = token_keys(*dropout_K[lane], row=int(tokens.numbers[row]), length=len(ids))
                 where = np.flatnonzero(learn)
                 found[lane].append((place * width + start + where - 1, ids[where].astype(np.int64), row))
                 start, num_tokens = stop, num_tokens + len(ids)
@@ -169,7 +187,7 @@ def _keys(key_NT: NDArray[np.uint32] | None, num_lanes: int) -> NDArray[np.int32
     return None if key_NT is None else key_NT.reshape(num_lanes, -1).view(np.int32)
 
 
-def _token_keys(seed: int, step: int, *, row: int, length: int) -> NDArray[np.uint32]:
+def token_keys(seed: int, step: int, *, row: int, length: int) -> NDArray[np.uint32]:
     start = np.array([seed & 0xFFFFFFFF], np.uint32)
     for part in (step, row):
         start = _mix(start ^ _mix(np.array([part & 0xFFFFFFFF], np.uint32)))

@@ -90,7 +90,8 @@ def collate_flat(
     ends[-1] = size.width
     count = size.targets
     return Batch(
-        ids_1N, position_1N, _padded(index, count, 0), _padded(target, count, 0), _padded(weight, count, 0.0, np.float32),
+        ids_1N, position_1N,
+        _padded(index, count, 0), _padded(target, count, 0), _padded(weight, count, 0.0, np.float32),
         _padded(row_of, count, -1), None if key_1N is None else key_1N.view(np.int32),
         num_tokens, size,
         _cuts(cuts, size, len(units_K)), np.array(ends, np.int32), _spots(counts, count),

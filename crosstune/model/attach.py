@@ -29,7 +29,9 @@ from crosstune.model.block import FUSED_ON, fused_block, fused_norm
 from crosstune.model.bundle import Bundle, BundledLinear
 from crosstune.model.decoder import FusedDecoder
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
+from crosstune.model.lanes import ALIGNED, Lanes
 from crosstune.model.lora import Adapters, LaneLinear, Pass
+from crosstune.model.packed import can_pack
 from crosstune.model.shards import Shard, Site, lay_out, put, whole
 from crosstune.recipe import Lora
 
@@ -218,6 +220,13 @@ class Slots:
         whole = self.base.fused is not None and self.base.spread is None
         return self.base.device.type == "cuda" and whole and not self._int8
 
+    @property
+    def takes_flat(self) -> bool:
+        """Passes may lie flat, without padding (lanes.py): every adapted layer is a bundle's, ranks are aligned."""
+        fused, head = self.base.fused is not None, isinstance(self.base.head, LaneLinear)
+        aligned = self.base.device.type != "cuda" or self.rank % ALIGNED == 0
+        return fused and not head and aligned and can_pack(self.base.device, self.base.dtype)
+
     def _replace(self, name: str, module: nn.Module) -> None:
         parent_name, _, leaf = name.rpartition(".")
         parent = self.base.model.get_submodule(parent_name)
@@ -268,11 +277,14 @@ class Slots:
         for shard in self.shards:
             shard.grad_KP.zero_()
 
-    def begin_pass(self, key_KS: Tensor | None) -> None:
-        """Say which tokens come next; `key_KS` (int32) is needed if any lane has dropout."""
+    def begin_pass(self, key_KS: Tensor | None, lanes: Lanes | None = None) -> None:
+        """Say which tokens come next; `key_KS` (int32) is needed if any lane has dropout.
+
+        `lanes`: whose the tokens are, if not the lanes' in equal blocks (where `takes_flat`).
+        """
         rates = [spec.lora.dropout for spec in self.specs]
         for shard in self.shards:
-            shard.begin_pass(key_KS, rates)
+            shard.begin_pass(key_KS, rates, lanes)
 
     def row(self, k: int) -> Tensor:
         """A copy of lane k's whole row: on its device, or on the CPU where there are several."""

@@ -23,6 +23,7 @@ from crosstune.errors import MissingExtra, ModelError, first_line
 from crosstune.memory.layout import Layout
 from crosstune.model.attention import attention_name
 from crosstune.model.decoder import FusedDecoder
+from crosstune.model.packed import Rows
 from crosstune.model.spread import Spread, device_map, empty_model, loading_map, make_current
 from crosstune.recipe import Model
 
@@ -87,15 +88,17 @@ class Base:
         """Rows of the output head."""
         return int(self.model.config.get_text_config().vocab_size)
 
-    def hidden(self, ids_NT: Tensor, position_NT: Tensor | None = None) -> Tensor:
+    def hidden(self, ids_NT: Tensor, position_NT: Tensor | None = None, rows: Rows | None = None) -> Tensor:
         """Last hidden states (N, T, H). Rows are padded on the right, where a causal mask hides padding by itself.
 
         `position_NT` restarts at 0 for each row of a packed sequence; transformers' masks then keep the rows apart
-        (with no attention mask and no cache given: masking_utils.find_packed_sequence_indices).
+        (with no attention mask and no cache given: masking_utils.find_packed_sequence_indices). `rows` says the same of
+        a flat pass, for fused blocks only.
         """
         with self._on_its_devices():
-            if self.fused is not None and position_NT is None and self.fused.takes(ids_NT):
-                return self.fused(ids_NT)
+            if self.fused is not None and self.fused.takes(ids_NT, position_NT, rows):
+                return self.fused(ids_NT, position_NT, rows)
+            assert rows is None, "only fused blocks take rows side by side"
             return self.decoder(input_ids=ids_NT, position_ids=position_NT, use_cache=False).last_hidden_state
 
     @contextmanager

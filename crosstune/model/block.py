@@ -29,6 +29,7 @@ from crosstune.model.attention import REPEATED
 from crosstune.model.bundle import Bundle, Normed
 from crosstune.model.elementwise import rms_norm, rms_norm_backward, rotate_, rotate_back, swiglu, swiglu_backward_
 from crosstune.model.lora import Dropout, Pass
+from crosstune.model.packed import packed_attention
 
 FUSED_ON = {"cuda": True, "mps": False, "cpu": False}  # kinds of device
 
@@ -70,9 +71,9 @@ class QueryKeyValue(torch.autograd.Function):
         rows, length, _ = h_BTH.shape
         h_NH, norm = h_BTH.reshape(-1, h_BTH.shape[-1]), parts.norms[0]
         x_NH, inverse_N = rms_norm(h_NH, norm.weight, norm.variance_epsilon)
-        y_NO, low_KSR = parts.into.forward(x_NH, dropout)
+        y_NO, low_NR = parts.into.forward(x_NH, dropout)
         rotate_(y_NO, *turn, parts.rotated)
-        ctx.save_for_backward(h_NH, inverse_N, low_KSR, *turn)
+        ctx.save_for_backward(h_NH, inverse_N, low_NR, *turn)
         ctx.parts, ctx.dropout, ctx.shape = parts, dropout, h_BTH.shape
         heads_BTD = (
             y_NO[:, part.columns].view(rows, length, -1, parts.head_size).transpose(1, 2) for part in parts.into.parts
@@ -81,11 +82,11 @@ class QueryKeyValue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_BTH: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        h_NH, inverse_N, low_KSR, *turn = ctx.saved_tensors
+        h_NH, inverse_N, low_NR, *turn = ctx.saved_tensors
         weight_H = ctx.parts.norms[0].weight
         g_NO = rotate_back(grads, *turn)  # type: ignore[arg-type]
         gx_NH = ctx.parts.into.backward(
-            g_NO, h_NH, low_KSR, ctx.dropout, normed=Normed(inverse_N, weight_H), wants_input=ctx.needs_input_grad[0]
+            g_NO, h_NH, low_NR, ctx.dropout, normed=Normed(inverse_N, weight_H), wants_input=ctx.needs_input_grad[0]
         )
         if gx_NH is not None:
             past_NH = g_BTH.reshape(gx_NH.shape)
@@ -100,17 +101,17 @@ class Output(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, h_BTH: Tensor, seen_NI: Tensor, _leaf: Tensor | None, parts: BlockParts, dropout: Dropout | None
     ) -> Tensor:
-        y_NH, low_KSR = parts.out.forward(seen_NI, dropout, h_BTH.reshape(-1, h_BTH.shape[-1]))
-        ctx.save_for_backward(seen_NI, low_KSR)
+        y_NH, low_NR = parts.out.forward(seen_NI, dropout, h_BTH.reshape(-1, h_BTH.shape[-1]))
+        ctx.save_for_backward(seen_NI, low_NR)
         ctx.parts, ctx.dropout = parts, dropout
         return y_NH.view(h_BTH.shape)
 
     @staticmethod
     def backward(ctx: Any, g_BTH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        seen_NI, low_KSR = ctx.saved_tensors
+        seen_NI, low_NR = ctx.saved_tensors
         g_NH = g_BTH.reshape(-1, g_BTH.shape[-1])
         wants_input = ctx.needs_input_grad[1]
-        g_seen_NI = ctx.parts.out.backward(g_NH, seen_NI, low_KSR, ctx.dropout, wants_input=wants_input)
+        g_seen_NI = ctx.parts.out.backward(g_NH, seen_NI, low_NR, ctx.dropout, wants_input=wants_input)
         return g_BTH, g_seen_NI, None, None, None
 
 
@@ -121,25 +122,25 @@ class Mlp(torch.autograd.Function):
     def forward(ctx: Any, h_BTH: Tensor, _leaf: Tensor | None, parts: BlockParts, dropout: Dropout | None) -> Tensor:  # type: ignore[override]
         h_NH, norm = h_BTH.reshape(-1, h_BTH.shape[-1]), parts.norms[1]
         x_NH, inverse_N = rms_norm(h_NH, norm.weight, norm.variance_epsilon)
-        wide_NO, low_wide_KSR = parts.wide.forward(x_NH, dropout)
+        wide_NO, low_wide_NR = parts.wide.forward(x_NH, dropout)
         del x_NH
-        out_NH, low_down_KSR = parts.down.forward(swiglu(wide_NO), dropout, h_NH)
-        ctx.save_for_backward(h_NH, inverse_N, wide_NO, low_wide_KSR, low_down_KSR)
+        out_NH, low_down_NR = parts.down.forward(swiglu(wide_NO), dropout, h_NH)
+        ctx.save_for_backward(h_NH, inverse_N, wide_NO, low_wide_NR, low_down_NR)
         ctx.parts, ctx.dropout = parts, dropout
         return out_NH.view(h_BTH.shape)
 
     @staticmethod
     def backward(ctx: Any, g_BTH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        h_NH, inverse_N, wide_NO, low_wide_KSR, low_down_KSR = ctx.saved_tensors
+        h_NH, inverse_N, wide_NO, low_wide_NR, low_down_NR = ctx.saved_tensors
         parts, dropout, weight_H = ctx.parts, ctx.dropout, ctx.parts.norms[1].weight
         g_NH = g_BTH.reshape(h_NH.shape)
-        g_low_KSR = parts.down.low_gradient(g_NH, low_down_KSR)
-        g_NF = parts.down.input_gradient(g_NH, g_low_KSR, dropout)
+        g_low_NR = parts.down.low_gradient(g_NH, low_down_NR)
+        g_NF = parts.down.input_gradient(g_NH, g_low_NR, dropout)
         swiglu_backward_(g_NF, wide_NO)  # now g_NF holds the product, and wide_NO its own gradient
-        parts.down.add_a_gradient(g_low_KSR, g_NF, dropout)
+        parts.down.add_a_gradient(g_low_NR, g_NF, dropout)
         del g_NF
         normed, wants_input = Normed(inverse_N, weight_H), ctx.needs_input_grad[0]
-        gx_NH = parts.wide.backward(wide_NO, h_NH, low_wide_KSR, dropout, normed=normed, wants_input=wants_input)
+        gx_NH = parts.wide.backward(wide_NO, h_NH, low_wide_NR, dropout, normed=normed, wants_input=wants_input)
         if gx_NH is not None:
             gx_NH = rms_norm_backward(gx_NH, h_NH, weight_H, inverse_N, g_NH).view(g_BTH.shape)
         return gx_NH, None, None, None
@@ -199,9 +200,12 @@ class FusedBlock(GradientCheckpointingLayer):
         rows, length, _ = hidden_states.shape
         turn = tuple(part.reshape(-1, parts.head_size) for part in position_embeddings)
         passed, query, key, value = QueryKeyValue.apply(hidden_states, parts.into.leaf, parts, turn, dropout)
-        attend: Any = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
-        seen, _ = attend(attention, query, key, value, attention_mask, dropout=0.0, scaling=attention.scaling)
-        seen_NI = seen.reshape(rows * length, -1)
+        if kwargs.get("rows") is not None:
+            seen_NI = packed_attention(query, key, value, kwargs["rows"], attention.scaling)
+        else:
+            attend: Any = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+            seen, _ = attend(attention, query, key, value, attention_mask, dropout=0.0, scaling=attention.scaling)
+            seen_NI = seen.reshape(rows * length, -1)
         passed = Output.apply(passed, seen_NI, parts.out.leaf, parts, dropout)
         return Mlp.apply(passed, parts.mlp_leaf, parts, dropout)
 

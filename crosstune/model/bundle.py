@@ -12,7 +12,7 @@ lora.py has the mathematics; here it is arranged so that large tensors are read 
 A bundle keeps nothing between forward and backward; its caller does. Where x is a normed tensor, x = h · r ∘ w, the
 caller needs to keep h only: ∂L/∂A = glowᵀ x = ((glow · r)ᵀ h) ∘ w.
 
-Shapes: K lanes, S tokens of a lane, N = K·S, I inputs, O outputs of all layers, R ranks of all adapted layers.
+Shapes: K lanes, N tokens of all lanes (lanes.py), I inputs, O outputs of all layers, R ranks of all adapted layers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Bundle:
             outputs, ranks = columns.stop, ranks + rank
         self.inputs, self.outputs, self.ranks = matrices[0].in_features, outputs, ranks
         self.adapted = [(part, part.layer) for part in self.parts if part.layer is not None]
-        self.num_lanes = now.scale_K.shape[0]
         self.a_KRI = joined([layer.adapters.copies[0] for _, layer in self.adapted])
         self.grad_a_KRI = joined([layer.adapters.grads[0] for _, layer in self.adapted])
 
@@ -80,117 +79,118 @@ class Bundle:
         self, x_NI: Tensor, dropout: Dropout | None, add_NO: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(outputs side by side plus `add_NO`, the low-rank tensor that `backward` wants)."""
-        low_KSR = None if self.now.bypass or not self.adapted else self._low(x_NI, dropout)
-        y_NO = self._begin(x_NI, low_KSR, add_NO)
+        low_NR = None if self.now.bypass or not self.adapted else self._low(x_NI, dropout)
+        y_NO = self._begin(x_NI, low_NR, add_NO)
         for columns, matrix in self._weights():
             y_NO[:, columns].addmm_(x_NI, matrix.t())
         for part in self.parts:
             if not self._is_plain(part):
                 part.frozen.add_product(y_NO[:, part.columns], x_NI)
-        return y_NO, low_KSR
+        return y_NO, low_NR
 
     def backward(
         self,
         g_NO: Tensor,
         x_NI: Tensor,
-        low_KSR: Tensor | None,
+        low_NR: Tensor | None,
         dropout: Dropout | None,
         *,
         normed: Normed | None = None,
         wants_input: bool = True,
     ) -> Tensor | None:
         """Add the gradients of A and B to theirs; return that of the input."""
-        g_low_KSR = self.low_gradient(g_NO, low_KSR)
-        self.add_a_gradient(g_low_KSR, x_NI, dropout, normed)
-        return self.input_gradient(g_NO, g_low_KSR, dropout) if wants_input else None
+        g_low_NR = self.low_gradient(g_NO, low_NR)
+        self.add_a_gradient(g_low_NR, x_NI, dropout, normed)
+        return self.input_gradient(g_NO, g_low_NR, dropout) if wants_input else None
 
-    def low_gradient(self, g_NO: Tensor, low_KSR: Tensor | None) -> Tensor | None:
+    def low_gradient(self, g_NO: Tensor, low_NR: Tensor | None) -> Tensor | None:
         """The gradient of A drop(x); adds the gradient of B to its own on the way."""
-        if low_KSR is None:
+        if low_NR is None:
             return None
-        g_low_KSR, g_KSO = torch.empty_like(low_KSR), self._by_lane(g_NO)
+        lanes, g_low_NR = self.now.lanes, torch.empty_like(low_NR)
         for part, layer in self.adapted:
-            g, low = g_KSO[:, :, part.columns], low_KSR[:, :, part.ranks]
-            layer.adapters.grads[1].add_(torch.bmm(g.transpose(1, 2), low))
-            torch.bmm(g, layer.adapters.copies[1], out=g_low_KSR[:, :, part.ranks])
-        return g_low_KSR.mul_(self.now.scale_K[:, None, None])
+            g = g_NO[:, part.columns]
+            layer.adapters.grads[1].add_(lanes.outer(g, low_NR[:, part.ranks]))
+            lanes.times_into(g_low_NR[:, part.ranks], g, layer.adapters.copies[1])
+        return lanes.scale_(g_low_NR, self.now.scale_K)
 
     def add_a_gradient(
-        self, g_low_KSR: Tensor | None, x_NI: Tensor, dropout: Dropout | None, normed: Normed | None = None
+        self, g_low_NR: Tensor | None, x_NI: Tensor, dropout: Dropout | None, normed: Normed | None = None
     ) -> None:
         """Add the gradient of A to its own. `x_NI` is the input, or with `normed` what was normed into it."""
-        if g_low_KSR is None:
+        if g_low_NR is None:
             return
-        x_KSI = self._by_lane(x_NI)
         if normed is not None:
-            g_low_KSR = (g_low_KSR * normed.inverse_N.view(self.num_lanes, -1, 1)).to(x_NI.dtype)
+            g_low_NR = (g_low_NR * normed.inverse_N[:, None]).to(x_NI.dtype)
         together = dropout is None and self.grad_a_KRI is not None
         for part, layer in self.adapted[:1] if together else self.adapted:
             ranks, grad_KRI = part.ranks, layer.adapters.grads[0]
             if together and self.grad_a_KRI is not None:
                 ranks, grad_KRI = slice(None), self.grad_a_KRI
-            x = x_KSI if dropout is None else dropout.apply(x_KSI, layer.columns())
-            found_KRI = torch.bmm(g_low_KSR[:, :, ranks].transpose(1, 2), x)
+            found_KRI = self.now.lanes.outer(g_low_NR[:, ranks], self._dropped(x_NI, dropout, layer))
             if normed is None:
                 grad_KRI.add_(found_KRI)
             else:
                 grad_KRI.addcmul_(found_KRI, normed.weight_H)
 
-    def input_gradient(self, g_NO: Tensor, g_low_KSR: Tensor | None, dropout: Dropout | None) -> Tensor:
+    def input_gradient(self, g_NO: Tensor, g_low_NR: Tensor | None, dropout: Dropout | None) -> Tensor:
         """glow A + g W."""
-        if g_low_KSR is None:
-            gx_NI = g_NO.new_zeros(len(g_NO), self.inputs)
-        else:
-            gx_NI = self._through_a(g_low_KSR, dropout).view(-1, self.inputs)
+        gx_NI = g_NO.new_zeros(len(g_NO), self.inputs) if g_low_NR is None else self._through_a(g_low_NR, dropout)
         for columns, matrix in self._weights(backward=True):
             gx_NI.addmm_(g_NO[:, columns], matrix)
         return gx_NI
 
     def _low(self, x_NI: Tensor, dropout: Dropout | None) -> Tensor:
-        x_KSI = self._by_lane(x_NI)
+        lanes = self.now.lanes
         if dropout is None and self.a_KRI is not None:
-            low_KSR = torch.bmm(x_KSI, self.a_KRI.transpose(1, 2))
+            low_NR = lanes.times(x_NI, self.a_KRI.transpose(1, 2))
         else:
-            low_KSR = x_NI.new_empty(self.num_lanes, x_KSI.shape[1], self.ranks)
+            low_NR = x_NI.new_empty(len(x_NI), self.ranks)
             for part, layer in self.adapted:
-                x = x_KSI if dropout is None else dropout.apply(x_KSI, layer.columns())
-                torch.bmm(x, layer.adapters.copies[0].transpose(1, 2), out=low_KSR[:, :, part.ranks])
-        return low_KSR.mul_(self.now.scale_K[:, None, None])
+                x, a_KRI = self._dropped(x_NI, dropout, layer), layer.adapters.copies[0]
+                lanes.times_into(low_NR[:, part.ranks], x, a_KRI.transpose(1, 2))
+        return lanes.scale_(low_NR, self.now.scale_K)
 
-    def _begin(self, x_NI: Tensor, low_KSR: Tensor | None, add_NO: Tensor | None) -> Tensor:
+    def _begin(self, x_NI: Tensor, low_NR: Tensor | None, add_NO: Tensor | None) -> Tensor:
         """What the base's product is added to: the adapters' part, biases, and what the caller wants added."""
+        lanes = self.now.lanes
         biases = [(part.columns, part.frozen.bias) for part in self.parts if part.frozen.bias is not None]
-        bare = low_KSR is None or bool(biases) or len(self.adapted) < len(self.parts)
-        if low_KSR is not None and not bare and add_NO is None:  # nothing to add to: written, not read
+        bare = low_NR is None or bool(biases) or len(self.adapted) < len(self.parts)
+        if low_NR is not None and not bare and add_NO is None:  # nothing to add to: written, not read
             y_NO = x_NI.new_empty(len(x_NI), self.outputs)
             for part, layer in self.adapted:
-                low, b = low_KSR[:, :, part.ranks], layer.adapters.copies[1]
-                torch.bmm(low, b.transpose(1, 2), out=self._by_lane(y_NO)[:, :, part.columns])
+                b_KRO = layer.adapters.copies[1].transpose(1, 2)
+                lanes.times_into(y_NO[:, part.columns], low_NR[:, part.ranks], b_KRO)
             return y_NO
-        if low_KSR is not None and not bare and add_NO is not None and len(self.parts) == 1:
-            b = self.adapted[0][1].adapters.copies[1]
-            return torch.baddbmm(self._by_lane(add_NO), low_KSR, b.transpose(1, 2)).view(-1, self.outputs)
+        if low_NR is not None and not bare and add_NO is not None and len(self.parts) == 1:
+            return lanes.plus(add_NO, low_NR, self.adapted[0][1].adapters.copies[1].transpose(1, 2))
         y_NO = x_NI.new_zeros(len(x_NI), self.outputs) if add_NO is None else add_NO.clone()
         for columns, bias_O in biases:
             y_NO[:, columns] += bias_O
         for part, layer in self.adapted:
-            if low_KSR is None:
+            if low_NR is None:
                 break
-            low, b = low_KSR[:, :, part.ranks], layer.adapters.copies[1]
-            self._by_lane(y_NO)[:, :, part.columns].baddbmm_(low, b.transpose(1, 2))
+            b_KRO = layer.adapters.copies[1].transpose(1, 2)
+            lanes.times_into(y_NO[:, part.columns], low_NR[:, part.ranks], b_KRO, add=True)
         return y_NO
 
-    def _through_a(self, g_low_KSR: Tensor, dropout: Dropout | None) -> Tensor:
+    def _through_a(self, g_low_NR: Tensor, dropout: Dropout | None) -> Tensor:
+        lanes = self.now.lanes
         if dropout is None and self.a_KRI is not None:
-            return torch.bmm(g_low_KSR, self.a_KRI)
-        total_KSI: Tensor | None = None
+            return lanes.times(g_low_NR, self.a_KRI)
+        total_NI: Tensor | None = None
         for part, layer in self.adapted:
-            gx_KSI = torch.bmm(g_low_KSR[:, :, part.ranks], layer.adapters.copies[0])
-            if dropout is not None:
-                gx_KSI = dropout.apply(gx_KSI, layer.columns())
-            total_KSI = gx_KSI if total_KSI is None else total_KSI.add_(gx_KSI)
-        assert total_KSI is not None
-        return total_KSI
+            gx_NI = lanes.times(g_low_NR[:, part.ranks], layer.adapters.copies[0])
+            gx_NI = self._dropped(gx_NI, dropout, layer)
+            total_NI = gx_NI if total_NI is None else total_NI.add_(gx_NI)
+        assert total_NI is not None
+        return total_NI
+
+    def _dropped(self, x_NI: Tensor, dropout: Dropout | None, layer: LaneLinear) -> Tensor:
+        """drop(x) for one layer: its own mask."""
+        if dropout is None:
+            return x_NI
+        return dropout.apply(x_NI.view(*dropout.key_KS.shape, -1), layer.columns()).view(x_NI.shape)
 
     def _is_plain(self, part: Part) -> bool:
         return not isinstance(part.frozen, EightBit)
@@ -208,23 +208,20 @@ class Bundle:
             if backward or self._is_plain(part):
                 yield part.columns, part.frozen.weight()
 
-    def _by_lane(self, x_NI: Tensor) -> Tensor:
-        return x_NI.view(self.num_lanes, -1, x_NI.shape[-1])
-
 
 class BundledLinear(torch.autograd.Function):
     """One adapted layer as one node of the graph."""
 
     @staticmethod
     def forward(ctx: Any, bundle: Bundle, _leaf: Tensor, x_NI: Tensor, dropout: Dropout | None) -> Tensor:  # type: ignore[override]
-        y_NO, low_KSR = bundle.forward(x_NI, dropout)
-        ctx.save_for_backward(x_NI, low_KSR)
+        y_NO, low_NR = bundle.forward(x_NI, dropout)
+        ctx.save_for_backward(x_NI, low_NR)
         ctx.bundle, ctx.dropout = bundle, dropout
         return y_NO
 
     @staticmethod
     def backward(ctx: Any, g_NO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_NI, low_KSR = ctx.saved_tensors
+        x_NI, low_NR = ctx.saved_tensors
         wants_input = ctx.needs_input_grad[2]
-        gx_NI = ctx.bundle.backward(g_NO.contiguous(), x_NI, low_KSR, ctx.dropout, wants_input=wants_input)
+        gx_NI = ctx.bundle.backward(g_NO.contiguous(), x_NI, low_NR, ctx.dropout, wants_input=wants_input)
         return None, None, gx_NI, None

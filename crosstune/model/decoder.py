@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crosstune.model.packed import Rows
+
 
 @dataclass(frozen=True)
 class FusedDecoder:
@@ -31,16 +33,18 @@ class FusedDecoder:
         window = decoder.config.to_dict().get("sliding_window")
         return cls(decoder.embed_tokens, decoder.rotary_emb, list(decoder.layers), decoder.norm, window)
 
-    def takes(self, ids_NT: Tensor) -> bool:
-        """Rows within the window need no mask but the causal one."""
-        return self.window is None or ids_NT.shape[1] <= self.window
+    def takes(self, ids_NT: Tensor, position_NT: Tensor | None, rows: Rows | None) -> bool:
+        """Rows within the window need no mask but the causal one; rows side by side need to be told apart."""
+        longest = ids_NT.shape[1] if rows is None else rows.longest
+        return (position_NT is None or rows is not None) and (self.window is None or longest <= self.window)
 
-    def __call__(self, ids_NT: Tensor) -> Tensor:
-        """Last hidden states (N, T, H) of rows that begin at position 0."""
+    def __call__(self, ids_NT: Tensor, position_NT: Tensor | None = None, rows: Rows | None = None) -> Tensor:
+        """Last hidden states (N, T, H): of rows that begin at position 0, or of `rows` side by side in one."""
         hidden_NTH = self.embed(ids_NT)
-        position_1T = torch.arange(ids_NT.shape[1], device=ids_NT.device)[None]
-        turn = self.rotary(hidden_NTH, position_ids=position_1T)
+        if position_NT is None:
+            position_NT = torch.arange(ids_NT.shape[1], device=ids_NT.device)[None]
+        turn = self.rotary(hidden_NTH, position_ids=position_NT)
         for block in self.blocks:
-            hidden_NTH = block(hidden_NTH, position_embeddings=turn)
+            hidden_NTH = block(hidden_NTH, position_embeddings=turn, rows=rows)
         normed: Tensor = self.norm(hidden_NTH)
         return normed

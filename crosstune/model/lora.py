@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from crosstune.model.elementwise import runs_triton, triton_for
+from crosstune.model.lanes import Lanes
 
 # MurmurHash3's two finaliser constants, as signed 32-bit numbers: torch has no unsigned arithmetic on every device.
 _MIX_1, _MIX_2 = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
@@ -134,6 +135,7 @@ class Pass:
     def __init__(self, scale_K: Tensor) -> None:
         self.scale_K = scale_K  # compute type
         self.dropout: Dropout | None = None
+        self.lanes = Lanes(len(scale_K))
         self.bypass = False  # True: the bare base answers
 
     def dropout_of_training(self) -> Dropout | None:

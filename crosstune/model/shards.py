@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from crosstune.model.base import Base
+from crosstune.model.lanes import Lanes
 from crosstune.model.lora import Dropout, Pass
 
 
@@ -65,11 +66,15 @@ class Shard:
         if self.copy_KP is not self.master_KP:
             self.copy_KP.copy_(self.master_KP)
 
-    def begin_pass(self, key_KS: Tensor | None, rates: Sequence[float]) -> None:
-        """Say which tokens come next; `rates`: each lane's dropout."""
+    def begin_pass(self, key_KS: Tensor | None, rates: Sequence[float], lanes: Lanes | None = None) -> None:
+        """Say which tokens come next; `rates`: each lane's dropout; `lanes`: whose they are, if not in equal blocks."""
+        self.now.lanes = lanes or Lanes(self.num_lanes)
         self.now.dropout = None
         if key_KS is not None and any(rates):
-            self.now.dropout = Dropout(key_KS.to(self.device), *self._of_rates(tuple(rates)))
+            threshold_K, scale_K = self._of_rates(tuple(rates))
+            if lanes is not None:  # a token at a time: key (N, 1)
+                key_KS, threshold_K, scale_K = key_KS.view(-1, 1), threshold_K[lanes.lane_N], scale_K[lanes.lane_N]
+            self.now.dropout = Dropout(key_KS.to(self.device), threshold_K, scale_K)
 
     def _of_rates(self, rates: tuple[float, ...]) -> tuple[Tensor, Tensor]:
         """Thresholds and scales, kept: nothing may come from the host while a CUDA graph is recorded."""

@@ -13,7 +13,8 @@ from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
 from crosstune.model.attach import Slots
 from crosstune.train.lane import Lane
-from crosstune.train.step import LENGTH_MULTIPLE, DeviceBatch, run_pass
+from crosstune.train.cutting import LENGTH_MULTIPLE
+from crosstune.train.step import DeviceBatch, run_pass
 
 AHEAD_ON = {"cuda"}  # kinds of device; on a CPU a pass takes as long as ten times as many steps on a GPU
 TIGHT_SHARE = 0.7  # of the device's memory: a plan that needs less leaves the longest row room enough

@@ -17,7 +17,7 @@ from torch import Tensor
 from crosstune.data.questions import Choices
 from crosstune.model.base import Base
 from crosstune.model.head import next_logits
-from crosstune.train.generate import Filled, Prompt, cut_batches, fill_cache, without_checkpointing
+from crosstune.train.generate import Filled, Prompt, cut_batches, fill_cache, without_checkpointing, work_through
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,10 @@ def score_labels(
     found: list[dict[int, NDArray[np.float64]]] = [{} for _ in prompts_K]
     longest = max(len(ids) for labels in choices.ids for ids in labels)
     with torch.inference_mode(), without_checkpointing(base):
-        for batch_K in cut_batches(base, prompts_K, longest, copies=count + 1):
-            scores_NC = _score_batch(base, batch_K, choices, pad_id)
+        batches = cut_batches(base, prompts_K, longest, copies=count + 1)
+        for batch_K, scores_NC in work_through(
+            base, batches, lambda batch_K: _score_batch(base, batch_K, choices, pad_id)
+        ):
             each = max(len(batch) for batch in batch_K)
             for lane, batch in enumerate(batch_K):
                 for place, prompt in enumerate(batch):

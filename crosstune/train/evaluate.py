@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from crosstune.data.batches import Batch, Unit, collate
+from crosstune.data.flat import collate_flat, flat_size
 from crosstune.data.tokens import Tokens
 from crosstune.errors import DeviceError
 from crosstune.model.attach import Slots
@@ -20,7 +21,8 @@ from crosstune.model.base import Base
 from crosstune.model.head import head_loss
 from crosstune.train.lane import RowScores
 from crosstune.train.recover import survive
-from crosstune.train.step import LENGTH_MULTIPLE, DeviceBatch
+from crosstune.train.cutting import FLAT_ON, LENGTH_MULTIPLE
+from crosstune.train.step import DeviceBatch
 
 # Tokens of a batch without autograd. Enough to fill the device; hidden states of one layer are all that is alive.
 TOKENS_A_BATCH = {"cpu": 4096, "mps": 8192, "cuda": 32768}
@@ -86,23 +88,50 @@ def _score(
     hits = np.zeros_like(nll, dtype=np.int64)
     waiting = []
     most_tokens = min(TOKENS_A_BATCH[base.device.type], most_tokens or sys.maxsize)
-    for batch in _batches(tokens, rows_K, base.device.type, most_tokens):
+    is_flat = slots is not None and slots.takes_flat and FLAT_ON[base.device.type]
+    batches = _flat_batches if is_flat and _differ(tokens, rows_K) else _batches
+    for batch in batches(tokens, rows_K, base.device.type, most_tokens):
         on_device = DeviceBatch.of(batch, base.device)
-        if slots is not None:
-            slots.begin_pass(None)
-        hidden_NTH = base.hidden(on_device.ids_NT)
+        hidden_NTH = base.hidden(on_device.ids_NT) if slots is None else on_device.begin(slots)
         out = head_loss(base, hidden_NTH, on_device.index_KS, on_device.target_KS, on_device.weight_KS)
-        waiting.append((batch.row_KS, out.nll_KS, out.hit_KS))  # read back after all is queued
+        waiting.append((batch, out.nll_KS, out.hit_KS))  # read back after all is queued
         if tick is not None:
             tick(len(np.unique(batch.row_KS[batch.row_KS >= 0])))
-    for row_KS, nll_KS, hit_KS in waiting:
-        lane, place = np.nonzero(row_KS >= 0)
-        np.add.at(nll, (lane, row_KS[lane, place]), nll_KS.double().cpu().numpy()[lane, place])
-        np.add.at(hits, (lane, row_KS[lane, place]), hit_KS.cpu().numpy()[lane, place])
+    for batch, nll_KS, hit_KS in waiting:
+        real = batch.row_KS >= 0
+        where = (batch.lane_of_target()[real], batch.row_KS[real])
+        np.add.at(nll, where, nll_KS.double().cpu().numpy()[real])
+        np.add.at(hits, where, hit_KS.cpu().numpy()[real])
     return [
         RowScores(chosen, nll[k, chosen], tokens.targets[chosen].astype(np.int64), hits[k, chosen])
         for k, chosen in enumerate(np.array(sorted(rows), dtype=np.int64) for rows in rows_K)
     ]
+
+
+def _differ(tokens: Tokens, rows_K: Sequence[Sequence[int]]) -> bool:
+    return len({int(tokens.lengths[row]) for rows in rows_K for row in rows}) > 1
+
+
+def _flat_batches(
+    tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str, most_tokens: int
+) -> Iterator[Batch]:
+    """Flat batches of all lanes, longest rows first: a row after another until the next would be too many tokens."""
+    waiting = sorted(
+        ((int(tokens.lengths[row]), lane, row) for lane, rows in enumerate(rows_K) for row in rows),
+        key=lambda found: (-found[0], found[1:]),
+    )
+    while waiting:
+        units_K: list[list[Unit]] = [[] for _ in rows_K]
+        longest, left = waiting[0][0], most_tokens
+        taken = 0
+        for length, lane, row in waiting:
+            if taken and length > left:
+                break
+            units_K[lane].append((row,))
+            taken, left = taken + 1, left - length
+        waiting = waiting[taken:]
+        size = flat_size(tokens, units_K, longest)
+        yield collate_flat(tokens, units_K, weights_K=[0.0] * len(rows_K), size=size)
 
 
 def _batches(tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str, most_tokens: int) -> Iterator[Batch]:

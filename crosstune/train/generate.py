@@ -9,22 +9,26 @@ Shapes: N rows of all lanes (lane by lane, equally many), T positions, V vocabul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from crosstune.errors import DeviceError
 from crosstune.memory.peaks import CACHE_SHARE
 from crosstune.memory.peaks import POSITIONS_A_BATCH as POSITIONS_A_BATCH  # also offered here
 from crosstune.model.attach import Slots
 from crosstune.model.base import Base
-from crosstune.model.device import free_bytes, live_bytes, machine_of
+from crosstune.model.device import free_bytes, live_bytes, machine_of, release
 from crosstune.model.head import next_logits
+from crosstune.train.recover import is_out_of_memory
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,10 @@ def generate_lanes(
     """Answer `prompts_K[k]` with lane k's adapter, all lanes together; K is 1 for a bare base. In order of `row`."""
     answers: list[list[Answer]] = [[] for _ in prompts_K]
     with torch.inference_mode(), without_checkpointing(base):
-        for batch_K in cut_batches(base, prompts_K, sampling.max_new_tokens):
-            found = _answer_batch(base, batch_K, sampling, pad_id, stop_ids)
+        batches = cut_batches(base, prompts_K, sampling.max_new_tokens)
+        for batch_K, found in work_through(
+            base, batches, lambda batch_K: _answer_batch(base, batch_K, sampling, pad_id, stop_ids)
+        ):
             for lane, answered in enumerate(found):
                 answers[lane] += answered
             if tick is not None:
@@ -91,6 +97,37 @@ def cut_batches(
         each = max(1, limit // (len(queues) * (longest + more) * copies))
         yield [queue[place : place + each] for queue in queues]
         place += each
+
+
+def work_through(
+    base: Base, batches: Iterable[list[list[Prompt]]], work: Callable[[list[list[Prompt]]], Result]
+) -> Iterator[tuple[list[list[Prompt]], Result]]:
+    """(batch, what `work` makes of it) for each; one for which memory runs out is done in two halves."""
+    for whole_K in batches:
+        waiting = [whole_K]
+        while waiting:
+            batch_K = waiting.pop(0)
+            try:
+                result = work(batch_K)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                yield batch_K, result
+                continue
+            release(base.device)  # outside of the handler: the error's traceback holds the tensors
+            waiting = [*_halves(batch_K), *waiting]
+
+
+def _halves(batch_K: Sequence[list[Prompt]]) -> list[list[list[Prompt]]]:
+    half = max(len(batch) for batch in batch_K) // 2
+    if not half:
+        longest = max(len(prompt.ids) for batch in batch_K for prompt in batch)
+        raise DeviceError(
+            f"out of memory while {len(batch_K)} lanes answer one row each, of {longest} tokens",
+            "Set evaluate.max_new_tokens or device.lanes lower, or free memory that other programs hold.",
+        )
+    return [[batch[:half] for batch in batch_K], [batch[half:] for batch in batch_K]]
 
 
 def cache_bytes_a_position(base: Base) -> int:

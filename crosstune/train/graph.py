@@ -13,33 +13,33 @@ A step's update stays outside: a dozen kernels, whose values (learning rate, who
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from crosstune.data.batches import Batch, PassSize, cut_step, pass_size
-from crosstune.data.tokens import Tokens
+from crosstune.data.batches import Batch, PassSize
 from crosstune.errors import first_line
 from crosstune.model.attach import Slots
 from crosstune.model.device import release
-from crosstune.train.lane import Lane
-from crosstune.train.step import LENGTH_MULTIPLE, DeviceBatch, run_pass
+from crosstune.train.cutting import Cutting
+from crosstune.train.step import DeviceBatch, run_pass
 
 RECORDING = 3  # passes that recording one takes the time of
 MOST_GRAPHS = 6  # of one wave: each keeps its kernels' arguments, a few MB
-LOOK_AHEAD = 2000  # steps whose passes are looked at
 
 
 class Passes:
     """Runs a wave's passes. `fit` says to what size a pass is to be padded, `run` computes it."""
 
-    def __init__(self, slots: Slots, to_come: Mapping[PassSize, int], say: Callable[[str], None]) -> None:
-        self.slots, self.say = slots, say
-        self.sizes = choose_sizes(to_come) if to_come and slots.is_recordable else []
+    def __init__(
+        self, slots: Slots, cutting: Cutting, uses: Mapping[PassSize, int], say: Callable[[str], None]
+    ) -> None:
+        self.slots, self.cutting, self.say = slots, cutting, say
+        self.sizes = choose_sizes(uses) if slots.is_recordable else []
         self._graphs: dict[PassSize, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.sizes else None
 
@@ -50,7 +50,7 @@ class Passes:
     def run(self, batch: Batch) -> Tensor:
         """Forward and backward of one pass, added to the gradient. Returns each lane's weighted loss, fp32 (K,)."""
         given = DeviceBatch.of(batch, self.slots.base.device)
-        if (size := batch.size) not in self.sizes or batch.position_NT is not None:
+        if (size := batch.size) not in self.sizes or (batch.position_NT is not None and batch.cuts_R is None):
             return run_pass(self.slots, given)
         if size not in self._graphs:
             loss_K = run_pass(self.slots, given)  # also what a graph needs done before: kernels compiled, caches filled
@@ -88,37 +88,25 @@ class _Graph:
         return self._loss_K
 
 
-def sizes_to_come(lanes: Sequence[Lane], tokens: Tokens, *, micro_batch: int, device_type: str) -> Counter[PassSize]:
-    """How often the passes of these lanes' next steps have which size."""
-    found: Counter[PassSize] = Counter()
-    steps = max((lane.last_step - lane.step for lane in lanes if lane.is_fed), default=0)
-    for ahead in range(min(steps, LOOK_AHEAD)):
-        units_K = [lane.next_units(ahead) for lane in lanes]
-        for units in cut_step(units_K, tokens.lengths, micro_batch):
-            found[pass_size(tokens, units, LENGTH_MULTIPLE[device_type])] += 1
-    return found
-
-
-def choose_sizes(to_come: Mapping[PassSize, int]) -> list[PassSize]:
+def choose_sizes(uses: Mapping[PassSize, int]) -> list[PassSize]:
     """The sizes to record: those for which padding and recording together take the least time.
 
-    Passes of the same number of rows are sorted by T; runs of neighbours are padded to the run's largest T and S. Which
+    Passes that can be padded to one another are sorted by T; runs of neighbours are padded to the run's largest. Which
     runs: dynamic programming over (passes so far, runs so far), the least sum of padded T. A run that isn't recorded
     costs its own T, and the time it then takes more is not known here: RECORDING decides.
     """
-    chosen: list[PassSize] = []
-    for rows in {size.rows for size in to_come}:
-        uses: Counter[int] = Counter()
-        targets: dict[int, int] = {}
-        for size, count in to_come.items():
-            if size.rows == rows:
-                uses[size.width] += count
-                targets[size.width] = max(targets.get(size.width, 0), size.targets)
-        widths = sorted(uses)
-        for run in best_runs(widths, [uses[width] for width in widths]):
-            members = widths[run.start : run.stop]
-            if sum(uses[width] for width in members) > RECORDING:
-                chosen.append(PassSize(rows, members[-1], max(targets[width] for width in members)))
+    kinds: dict[tuple[int, int], dict[int, list[PassSize]]] = {}
+    for size in uses:
+        kind = (0, size.longest) if size.longest else (size.rows, 0)
+        kinds.setdefault(kind, {}).setdefault(size.width, []).append(size)
+    chosen = []
+    for by_width in kinds.values():
+        widths = sorted(by_width)
+        counts = [sum(uses[size] for size in by_width[width]) for width in widths]
+        for run in best_runs(widths, counts):
+            members = [size for width in widths[run.start : run.stop] for size in by_width[width]]
+            if sum(uses[size] for size in members) > RECORDING:
+                chosen.append(PassSize(*(max(sizes) for sizes in zip(*map(astuple, members), strict=True))))
     return sorted(chosen)
 
 

@@ -137,10 +137,13 @@ class Lane:
         shapes, and with them every bit of the other lanes, stay as they would have been."""
         return self.step < self.last_step and self.status not in (Status.STOPPED, Status.GIVEN_UP, Status.BROKEN)
 
-    def next_units(self, ahead: int = 0) -> list[Unit]:
-        """The units of the next optimizer step, or of one `ahead` of it; none if the lane is over by then."""
-        step = self.step + ahead
-        if not self.is_fed or step >= self.last_step:
+    def next_units(self) -> list[Unit]:
+        """The units of the next optimizer step; none if the lane is over."""
+        return self.units_at(self.step) if self.is_fed else []
+
+    def units_at(self, step: int) -> list[Unit]:
+        """The units of any optimizer step; none beyond the last."""
+        if not self.units or step >= self.last_step:
             return []
         return units_of_step(self.units, seed=self.job.seed, step=step, batch_size=self.job.train.batch_size)
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
-from crosstune.data.batches import Batch, PassSize, Unit, collate, cut_step, pass_size
+from crosstune.data.batches import Batch, PassSize, Unit
 from crosstune.data.tokens import Tokens
 from crosstune.model.attach import Slots
 from crosstune.model.head import head_loss
+from crosstune.model.lanes import Lanes
+from crosstune.model.packed import Rows
 from crosstune.train.lane import Lane, Status
+from crosstune.train.cutting import Cutting
 from crosstune.train.optimizer import LaneAdamW
-
-# Row lengths are rounded up to this many tokens: tensor cores want multiples of 8 (docs.nvidia.com, matmul guide).
-LENGTH_MULTIPLE = {"cpu": 1, "mps": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class DeviceBatch:
     target_KS: Tensor
     weight_KS: Tensor
     key_KS: Tensor | None
+    cuts_R: Tensor | None = None
+    ends_K: Tensor | None = None
+    spot_KS: Tensor | None = None
+    longest: int = 0
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> DeviceBatch:
@@ -52,23 +58,40 @@ class DeviceBatch:
             tensor = torch.from_numpy(array)
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        return cls(*(move(getattr(batch, field.name)) for field in fields(cls)))  # type: ignore[arg-type]
+        tensors: dict[str, Any] = {name: move(getattr(batch, name)) for name in TENSORS}
+        return cls(**tensors, longest=batch.size.longest)
 
     def take(self, other: DeviceBatch) -> None:
         """Another pass of the same size, in the memory of this one."""
-        for field in fields(self):
-            mine, given = getattr(self, field.name), getattr(other, field.name)
+        for name in TENSORS:
+            mine, given = getattr(self, name), getattr(other, name)
             if mine is not None:
                 mine.copy_(given, non_blocking=True)
+
+    def begin(self, slots: Slots) -> Tensor:
+        """Tell the lanes whose tokens these are; last hidden states (N, T, H)."""
+        if self.cuts_R is None or self.ends_K is None:
+            slots.begin_pass(self.key_KS)
+            return slots.base.hidden(self.ids_NT, self.position_NT)
+        slots.begin_pass(self.key_KS, Lanes.flat(self.ends_K, self.ids_NT.shape[1]))
+        return slots.base.hidden(self.ids_NT, self.position_NT, Rows(self.cuts_R, self.longest))
+
+    def by_lane(self, of_target_KS: Tensor) -> Tensor:
+        """Sums of a number of each target over each lane's, (K,): in one order, so the same bits each time."""
+        if self.spot_KS is None:
+            return of_target_KS.sum(1)
+        ended_S = functional.pad(of_target_KS.flatten(), (0, 1))
+        return ended_S[self.spot_KS].sum(1)
+
+
+TENSORS = tuple(field.name for field in fields(DeviceBatch) if field.name != "longest")
 
 
 def step_batches(
     lanes: Sequence[Lane],
     tokens: Tokens,
     scales: Sequence[float],
-    *,
-    micro_batch: int,
-    multiple: int,
+    cutting: Cutting,
     fit: Callable[[PassSize], PassSize] = lambda size: size,
 ) -> list[Batch]:
     """The passes of the lanes' next step. A target weighs (loss scale) / (targets of the lane's effective batch).
@@ -81,13 +104,10 @@ def step_batches(
         targets = sum(int(tokens.targets[row]) for unit in units for row in unit)
         weights.append(scale / targets if targets and lane.status is Status.RUNNING else 0.0)
     dropout = [(lane.job.seed, lane.step) for lane in lanes] if any(lane.job.lora.dropout for lane in lanes) else None
-    passes = cut_step(units_K, tokens.lengths, micro_batch)
     return [
-        collate(
-            tokens, units, weights_K=weights, dropout_K=dropout, size=fit(pass_size(tokens, units, multiple))
-        )
-        for units in passes
-    ]  # fmt: skip
+        cutting.collate(tokens, units, weights_K=weights, dropout_K=dropout, size=fit(cutting.size(units, tokens)))
+        for units in cutting.cut(units_K, tokens)
+    ]
 
 
 def train_step(
@@ -121,8 +141,7 @@ def train_step(
 
 def run_pass(slots: Slots, batch: DeviceBatch) -> Tensor:
     """Forward and backward of one pass, added to `grad_KP`. Returns each lane's weighted loss, fp32 (K,)."""
-    slots.begin_pass(batch.key_KS)
-    hidden_NTH = slots.base.hidden(batch.ids_NT, batch.position_NT)
+    hidden_NTH = batch.begin(slots)
     out = head_loss(slots.base, hidden_NTH, batch.index_KS, batch.target_KS, batch.weight_KS)
     out.weighted.backward()
-    return (out.nll_KS * batch.weight_KS).sum(1)
+    return batch.by_lane(out.nll_KS * batch.weight_KS)

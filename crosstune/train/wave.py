@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 from torch import Tensor
 
-from crosstune.data.batches import Batch, PassSize
+from crosstune.data.batches import Batch
 from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
 from crosstune.model.attach import LaneSpec, Slots, attached
@@ -24,13 +24,15 @@ from crosstune.train.ahead import is_worth_it, run_longest_pass
 from crosstune.train.checkpoint import Checkpoints, Packed, no_checkpoints
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.fault import blame_each, blamed, blamed_on_wave
-from crosstune.train.graph import Passes, sizes_to_come
+from crosstune.train.graph import Passes
 from crosstune.train.lane import Lane, LaneJob, RowScores, Status
+from crosstune.train.cutting import choose_cutting, sizes_of_wave
+from crosstune.train.once import Once
 from crosstune.train.recover import PlanChanged, WaveSplit, is_out_of_memory, next_smaller, smaller_plan, survive
 from crosstune.train.split import PartCheckpoints, halves, join, lane_names, parts_of
 from crosstune.train.spread_optimizer import lane_adamw
 from crosstune.train.state import Standing, pack_wave, unpack_wave
-from crosstune.train.step import LENGTH_MULTIPLE, StepResult, step_batches, train_step
+from crosstune.train.step import StepResult, step_batches, train_step
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,14 @@ class StepKept:
 
 @dataclass(frozen=True)
 class LaneTrained:
-    """A lane took its last step, and this is the adapter that `LaneFinished` will hold once the lane is scored.
+    """A lane took its last step; `adapter()` is what `LaneFinished` will hold once the lane is scored.
 
-    Told so that writing it needn't wait for the scores. Whoever isn't helped by that may pass it over.
+    Told so that fetching and writing it needn't wait for the scores: another thread may do both. Whoever isn't helped
+    by that may pass it over.
     """
 
     job: LaneJob
-    adapter: Mapping[str, Tensor]
+    adapter: Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,7 @@ class _Wave:
         self.begun = time.monotonic()
         self.last: StepResult | None = None
         self.passes: Passes | None = None
-        self.trained: dict[int, Mapping[str, Tensor]] = {}  # lane → its adapter, told while it is being scored
+        self.trained: dict[int, Once[Mapping[str, Tensor]]] = {}  # lane → its adapter, told while it is being scored
 
     def go_on(self, packed: Packed | None) -> None:
         """Where the newest checkpoint of these lanes left off, if there is one."""
@@ -281,13 +284,10 @@ class _Wave:
     def _passes(self) -> Passes:
         """How passes run under the plan as it is now."""
         if self.passes is None:
-            to_come = self._sizes_to_come() if self.slots.is_recordable else {}
-            self.passes = Passes(self.slots, to_come, self.progress.say)
+            cutting = choose_cutting(self.slots, self.lanes, self.tokens, self.plan.micro_batch)
+            uses = sizes_of_wave(self.lanes, self.tokens, cutting) if self.slots.is_recordable else {}
+            self.passes = Passes(self.slots, cutting, uses, self.progress.say)
         return self.passes
-
-    def _sizes_to_come(self) -> Mapping[PassSize, int]:
-        device_type = self.slots.base.device.type
-        return sizes_to_come(self.lanes, self.tokens, micro_batch=self.plan.micro_batch, device_type=device_type)
 
     def _batches(self, lanes: Sequence[int]) -> list[Batch]:
         scales = self.optimizer.scale_K.tolist()
@@ -295,9 +295,8 @@ class _Wave:
             [self.lanes[k] for k in lanes],
             self.tokens,
             [scales[k] for k in lanes],
-            micro_batch=self.plan.micro_batch,
-            multiple=LENGTH_MULTIPLE[self.slots.base.device.type],
-            fit=self._passes().fit,
+            self._passes().cutting,
+            self._passes().fit,
         )
 
     def _survive(
@@ -423,11 +422,12 @@ class _Wave:
         for k in due:
             lane = self.lanes[k]
             if lane.status is Status.RUNNING and not lane.is_fed and lane.job.train.stop is None:
-                self.trained[k] = self._adapter(k)
+                self.trained[k] = Once(self.slots.adapter_later(k))
                 self.report(LaneTrained(lane.job, self.trained[k]))
 
     def _adapter(self, k: int) -> Mapping[str, Tensor]:
-        adapter: Mapping[str, Tensor] = self._survive("keeping an adapter", lambda: self.slots.adapter(k))
+        fetch = self.trained.pop(k, None) or (lambda: self.slots.adapter(k))
+        adapter: Mapping[str, Tensor] = self._survive("keeping an adapter", fetch)
         return adapter
 
     def _give_up(self) -> None:
@@ -452,7 +452,7 @@ class _Wave:
         if lane.status is Status.RUNNING:
             lane.status = Status.DONE
         seconds = time.monotonic() - self.begun
-        adapter = self.trained.pop(k, None) or self._adapter(k)
+        adapter = self._adapter(k)
         self.report(
             LaneFinished(
                 lane.job, lane.status, lane.reason, lane.step, kept, scores, adapter, tuple(lane.losses), seconds

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 from crosstune.data.load import load_rows
-from crosstune.data.questions import make_choices, question, read_labels, with_examples
+from crosstune.data.questions import Choices, make_choices, question, read_labels, with_examples
 from crosstune.data.tokens import tokenize
-from crosstune.errors import DataError
+from crosstune.errors import DataError, DeviceError
 from crosstune.model.attach import LaneSpec, attached, resolve_targets
 from crosstune.recipe import Data, Lora
 from crosstune.train.choice import score_labels
@@ -104,6 +104,36 @@ def test_an_answer_does_not_depend_on_the_rows_beside_it(base, lanes, monkeypatc
         monkeypatch.setitem(module.POSITIONS_A_BATCH, "cpu", 1)
         one_by_one = generate_lanes(base, asked, sampling, pad_id=364, stop_ids=STOPS)
     assert together == one_by_one
+
+
+def test_memory_that_runs_out_halves_the_rows_answered_at_once(base, lanes, monkeypatch):
+    import crosstune.train.choice as choice_module
+    import crosstune.train.generate as module
+
+    asked, sampling = [prompts(7, 3), prompts(4, 5), prompts(5, 6)], Sampling(8)
+    real, most, ticks = module.fill_cache, [2], []
+
+    def limited(base, batch_K, pad_id):
+        if max(len(batch) for batch in batch_K) > most[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return real(base, batch_K, pad_id)
+
+    labels = Choices(("a", "b"), np.zeros(7, np.int64), tuple(((5,), (6, 7)) for _ in range(7)))
+    with attached(base, [spec for spec, _ in lanes]) as slots:
+        put_on(base, lanes, slots)
+        whole = generate_lanes(base, asked, sampling, pad_id=364, stop_ids=STOPS)
+        chosen = score_labels(base, asked, labels, pad_id=364)
+        for place in (module, choice_module):
+            monkeypatch.setattr(place, "fill_cache", limited)
+        cut = generate_lanes(base, asked, sampling, pad_id=364, stop_ids=STOPS, tick=ticks.append)
+        chosen_cut = score_labels(base, asked, labels, pad_id=364)
+        assert (cut, sum(ticks)) == (whole, 16)
+        for one, other in zip(chosen, chosen_cut, strict=True):
+            np.testing.assert_allclose(one.log_likelihood, other.log_likelihood, rtol=1e-5)
+        most[0] = 0
+        with pytest.raises(DeviceError, match="while 3 lanes answer one row each") as error:
+            generate_lanes(base, asked, sampling, pad_id=364, stop_ids=STOPS)
+    assert "evaluate.max_new_tokens" in error.value.fix
 
 
 def test_the_bare_base_answers_as_transformers_does(tiny, base):

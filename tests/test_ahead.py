@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_iter
 
 from crosstune.progress import Quiet
 from crosstune.train import ahead
-from crosstune.train.ahead import is_worth_it, longest_pass
+from crosstune.train.ahead import is_worth_it, largest_pass
+from crosstune.train.cutting import Cutting
 from crosstune.train.lane import Lane
 from crosstune.train.recover import PlanChanged
-from crosstune.train.cutting import Cutting
 from crosstune.train.step import step_batches
 from crosstune.train.wave import run_wave
 from tests.lanes import Outcome, fold_job, fp32_base, same_adapter, tokens_of
@@ -75,21 +75,23 @@ def train(base, plan, *, on=("cuda",), mode=None):
     return outcome
 
 
-def test_no_pass_is_larger_than_the_one_ahead(base):
+@pytest.mark.parametrize("flat", [False, True])
+def test_no_pass_is_larger_than_the_one_ahead(base, flat):
     tokens = one_long_row()
     lanes = [Lane.start(job, tokens) for job in jobs_of(base)]
     for micro_batch in (1, 2, 4, 9):
-        most = longest_pass(lanes, tokens, micro_batch=micro_batch, multiple=8)
+        cutting = Cutting(micro_batch, 8, 3 * 184 * micro_batch if flat else 0, 180 if flat else 0)
+        most = largest_pass(lanes, tokens, cutting)
         for step in range(lanes[0].last_step):
             for lane in lanes:
                 lane.step = step
-            for batch in step_batches(lanes, tokens, [1.0] * 3, Cutting(micro_batch, 8)):
-                assert batch.ids_NT.shape[0] <= most.ids_NT.shape[0] and batch.ids_NT.shape[1] <= most.ids_NT.shape[1]
+            for batch in step_batches(lanes, tokens, [1.0] * 3, cutting):
+                assert batch.ids_NT.size <= most.ids_NT.size
         for lane in lanes:
             lane.step = 0
     for lane in lanes:
         lane.step = lane.last_step
-    assert longest_pass(lanes, tokens, micro_batch=2, multiple=8) is None
+    assert largest_pass(lanes, tokens, Cutting(2, 8)) is None
 
 
 def test_it_changes_no_bit_of_a_run(base):

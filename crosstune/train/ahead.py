@@ -1,4 +1,4 @@
-"""Before a wave's first step: one pass over its longest rows, so that memory runs out now or not at all.
+"""Before a wave's first step: its largest pass, which has its longest rows, so that memory runs out now or not at all.
 
 A run that meets its longest row in step 900 would otherwise compute 899 steps with one plan and the rest with another.
 The pass changes nothing: its gradient is thrown away, no step is counted, and nothing is drawn from a generator.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crosstune.data.batches import Batch, Unit, collate
+from crosstune.data.batches import Batch
 from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
 from crosstune.model.attach import Slots
+from crosstune.train.cutting import Cutting, steps_of_wave
 from crosstune.train.lane import Lane
-from crosstune.train.cutting import LENGTH_MULTIPLE
 from crosstune.train.step import DeviceBatch, run_pass
 
 AHEAD_ON = {"cuda"}  # kinds of device; on a CPU a pass takes as long as ten times as many steps on a GPU
@@ -25,25 +25,22 @@ def is_worth_it(plan: Plan, device_type: str) -> bool:
     return device_type in AHEAD_ON and plan.peak_bytes > TIGHT_SHARE * plan.free_bytes
 
 
-def longest_pass(lanes: Sequence[Lane], tokens: Tokens, *, micro_batch: int, multiple: int) -> Batch | None:
-    """A pass as large as any that these lanes will make: the longest rows of each. None: no lane will make one."""
-    units_K = [_longest(lane, tokens, micro_batch) if lane.is_fed else [] for lane in lanes]
-    if not any(units_K):
+def largest_pass(lanes: Sequence[Lane], tokens: Tokens, cutting: Cutting) -> Batch | None:
+    """The largest pass that these lanes will make, of the steps that are looked at. None: they will make none."""
+    passes = [units for units_K in steps_of_wave(lanes) for units in cutting.cut(units_K, tokens)]
+    if not passes or not any(lane.is_fed for lane in lanes):
         return None
+    sizes = [cutting.size(units, tokens) for units in passes]
+    sides = [size.width * (1 if cutting.most_tokens else size.rows) for size in sizes]  # flat: rows lie in one row
+    at = max(range(len(passes)), key=lambda at: (sides[at], sizes[at].targets))
     dropout = [(lane.job.seed, lane.step) for lane in lanes] if any(lane.job.lora.dropout for lane in lanes) else None
-    return collate(tokens, units_K, weights_K=[1.0] * len(lanes), dropout_K=dropout, multiple=multiple)
+    weights = [1.0] * len(lanes)
+    return cutting.collate(tokens, passes[at], weights_K=weights, dropout_K=dropout, size=sizes[at])
 
 
-def run_longest_pass(slots: Slots, lanes: Sequence[Lane], tokens: Tokens, plan: Plan) -> None:
+def run_largest_pass(slots: Slots, lanes: Sequence[Lane], tokens: Tokens, cutting: Cutting) -> None:
     """Forward and backward over the longest rows, for the memory that they take and nothing else."""
-    device = slots.base.device
-    multiple = LENGTH_MULTIPLE[device.type]
-    batch = longest_pass(lanes, tokens, micro_batch=plan.micro_batch, multiple=multiple)
+    batch = largest_pass(lanes, tokens, cutting)
     if batch is not None:
-        run_pass(slots, DeviceBatch.of(batch, device))
+        run_pass(slots, DeviceBatch.of(batch, slots.base.device))
         slots.zero_gradients()
-
-
-def _longest(lane: Lane, tokens: Tokens, count: int) -> list[Unit]:
-    rows = min(count, lane.job.train.batch_size)
-    return sorted(lane.units, key=lambda unit: -sum(int(tokens.lengths[row]) for row in unit))[:rows]

@@ -68,7 +68,7 @@ def choose_cutting(slots: Slots, lanes: Sequence[Lane], tokens: Tokens, micro_ba
     longest = max((int(tokens.lengths[row]) for lane in lanes for unit in lane.units for row in unit), default=1)
     packed = any(len(unit) > 1 for lane in lanes for unit in lane.units)
     real = computed = 0
-    for units_K in _steps(lanes):
+    for units_K in steps_of_wave(lanes):
         for units in even.cut(units_K, tokens):
             size = even.size(units, tokens)
             computed += len(lanes) * size.rows * size.width
@@ -81,9 +81,11 @@ def choose_cutting(slots: Slots, lanes: Sequence[Lane], tokens: Tokens, micro_ba
 
 def sizes_of_wave(lanes: Sequence[Lane], tokens: Tokens, cutting: Cutting) -> Counter[PassSize]:
     """How often the passes of these lanes' steps, from the first one on, have which size."""
-    return Counter(cutting.size(units, tokens) for units_K in _steps(lanes) for units in cutting.cut(units_K, tokens))
+    passes = (units for units_K in steps_of_wave(lanes) for units in cutting.cut(units_K, tokens))
+    return Counter(cutting.size(units, tokens) for units in passes)
 
 
-def _steps(lanes: Sequence[Lane]) -> Iterator[list[list[Unit]]]:
+def steps_of_wave(lanes: Sequence[Lane]) -> Iterator[list[list[Unit]]]:
+    """The units of every lane, step by step, from the first one on."""
     for step in range(min(max((lane.last_step for lane in lanes), default=0), LOOK_AHEAD)):
         yield [lane.units_at(step) for lane in lanes]

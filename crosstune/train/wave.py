@@ -20,7 +20,7 @@ from crosstune.model.attach import LaneSpec, Slots, attached
 from crosstune.model.base import Base
 from crosstune.model.device import live_bytes, peak_bytes, release
 from crosstune.progress import Progress, loss_words, stage
-from crosstune.train.ahead import is_worth_it, run_longest_pass
+from crosstune.train.ahead import is_worth_it, run_largest_pass
 from crosstune.train.checkpoint import Checkpoints, Packed, no_checkpoints
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.fault import blame_each, blamed, blamed_on_wave
@@ -256,7 +256,7 @@ class _Wave:
         if is_worth_it(self.plan, self.slots.base.device.type):
             self._survive(
                 "a first pass over the longest rows",
-                lambda: run_longest_pass(self.slots, self.lanes, self.tokens, self.plan),
+                lambda: run_largest_pass(self.slots, self.lanes, self.tokens, self._passes().cutting),
                 may_split=True,
             )
 

@@ -3,7 +3,8 @@
 Evaluation happens while lanes train, beside their gradients and optimizer state. Generation happens after it
 (workers/examine.py), with adapters in slots and no optimizer. Its key-value cache is cut to what is free:
 
-  cache       2 · c · L · N rows · (prompt + answer) · width of the key heads, and one layer's again while it grows
+  cache       2 · c · L · N rows · (prompt + answer) · width of the key heads, and one layer's again while it grows;
+              with a mask transformers repeats a layer's for every query head
   prefill     hidden states of all N · prompt tokens, one block of transformers' own, an N · prompt² mask
   choosing    logits of N rows, in the compute type and in fp32
 
@@ -84,8 +85,10 @@ def _generate(plan: Plan, new_tokens: int, rows: int) -> int:
     count = plan.lanes * rows_a_lane(plan, prompt, new_tokens, rows)
     cache = count * (prompt + new_tokens) * cache_bytes(shape, c)
     growing = cache // shape.layers
+    seen = count * (prompt + new_tokens) * 2 * c * shape.queries  # keys and values of every query head, of one layer
     block = Block(shape, replace(settings, targets=settings.targets or shape.linears), repeats_heads(machine, "fp32"))
-    prefill = block.evaluation(count * prompt) + count * prompt * (c * shape.hidden + prompt)
+    mask = count * prompt * prompt * (1 + c)
+    prefill = count * prompt * c * shape.hidden + mask + max(block.evaluation(count * prompt), seen)
     choosing = count * shape.vocab * (c + 4)
-    transient = cache + max(prefill, growing + choosing)
+    transient = cache + max(prefill, growing + seen, choosing)
     return sum(_held(plan).values()) + transient + fragmentation_bytes(transient, machine)

@@ -30,7 +30,9 @@ from crosstune.model.attach import Slots, attached, resolve_targets
 from crosstune.model.attention import REPEATED, register
 from crosstune.model.base import DTYPES, Base
 from crosstune.recipe import Evaluate, Lora, Train
+from crosstune.train import generate
 from crosstune.train import step as training
+from crosstune.train.generate import Prompt
 from crosstune.train.kernels import CPU_TEMPORARIES, CUDA_TEMPORARIES, STAND_INS, attention_of
 from crosstune.train.lane import Lane, LaneJob
 from crosstune.train.optimizer import LaneAdamW
@@ -79,6 +81,39 @@ def rehearse(
     trace = tuple(tracker.trace)
     gc.collect()
     return Rehearsal(trace, machine)
+
+
+def rehearse_answers(
+    config: Mapping[str, Any], settings: Settings, machine: Machine, *, rows: int, prompt: int, new_tokens: int
+) -> Rehearsal:
+    """`rows` prompts of each lane, answered together: the prefill and the last token of the longest answer.
+
+    The tokens between are left out: the prompts are longer by as many.
+    """
+    tracker = Tracker(CUDA_TEMPORARIES if machine.kind == "cuda" else CPU_TEMPORARIES, STAND_INS, answer=False)
+    ids = np.zeros(prompt + new_tokens - 2, np.int32)
+    prompts = [Prompt(row, row + 1, ids) for row in range(rows)]
+    positions = {"meta": settings.lanes * rows * (len(ids) + 2)}
+    with _as_on(machine, settings.precision), patch.dict(generate.POSITIONS_A_BATCH, positions), tracker:
+        base = meta_base(config, settings, machine)
+        tracker.track_module(base.model)
+        tracker.trace.append(("empty", 0, 0))
+        with attached(base, [_job(base, settings).spec] * settings.lanes) as slots, _no_inference_mode():
+            tracker.mark("lanes")
+            generate.generate_lanes(
+                generate.begin(slots), [prompts] * settings.lanes, generate.Sampling(2), pad_id=0, stop_ids=()
+            )
+            tracker.mark("answers")
+    trace = tuple(tracker.trace)
+    gc.collect()
+    return Rehearsal(trace, machine)
+
+
+@contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    """It hides operators inside others from the tracker; no_grad allocates the same."""
+    with patch.object(torch, "inference_mode", torch.no_grad):
+        yield
 
 
 def settle(plan: Plan, config: Mapping[str, Any]) -> Plan:

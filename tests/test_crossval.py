@@ -28,9 +28,9 @@ from crosstune.progress import Quiet
 from crosstune.recipe import Data, Evaluate, Lora, Model, Recipe, Train
 from crosstune.store.run import Run
 from crosstune.train import wave
+from crosstune.train.cutting import Cutting
 from crosstune.train.evaluate import score_base
 from crosstune.train.lane import Lane, LaneJob
-from crosstune.train.cutting import Cutting
 from crosstune.train.step import step_batches
 from tests.lanes import fp32_base
 from tests.tiny import CASES, make_tiny

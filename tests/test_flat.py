@@ -13,7 +13,7 @@ from crosstune.model.attach import attached
 from crosstune.train import cutting
 from crosstune.train import wave as wave_module
 from crosstune.train.cutting import Cutting, choose_cutting
-from crosstune.train.evaluate import score_lanes
+from crosstune.train.evaluate import score_base, score_lanes
 from crosstune.train.lane import Lane
 from crosstune.train.step import DeviceBatch, run_pass
 from tests.lanes import PlanOf, fold_job, fp32_base, random_tokens, run, tokens_of
@@ -150,6 +150,17 @@ def test_a_wave_ends_with_the_same_adapters_and_scores(base, monkeypatch):
     for fold in range(3):
         np.testing.assert_allclose(found.lane(fold).losses, even.lane(fold).losses, rtol=1e-4)
         np.testing.assert_allclose(found.lane(fold).scores.nll, even.lane(fold).scores.nll, rtol=1e-4)
+
+
+def test_the_bare_base_scores_the_same_in_fused_blocks_and_is_left_as_it_was(base, monkeypatch):
+    tokens, before = random_tokens(), base.digest()
+    kinds = [type(module) for module in base.model.modules()]
+    found = score_base(base, tokens, range(24), most_tokens=200)
+    monkeypatch.setitem(block.FUSED_ON, "cpu", False)
+    own = score_base(base, tokens, range(24))
+    np.testing.assert_allclose(found.nll, own.nll, rtol=1e-5)
+    assert base.fused is None and base.digest() == before
+    assert [type(module) for module in base.model.modules()] == kinds
 
 
 @pytest.mark.parametrize("most_tokens", [40, 150, 4096])

@@ -75,7 +75,7 @@ def test_a_replayed_run_is_bit_equal_to_one_that_is_launched(base, monkeypatch, 
     replayed = counting(monkeypatch)
     one = train(base, jobs(base), tokens, checkpointed_layers=checkpointed)
     assert len(replayed) > 20
-    monkeypatch.setattr(graph, "choose_sizes", lambda to_come: [])
+    monkeypatch.setattr(graph, "choose_sizes", lambda *_, **__: [])
     other = train(base, jobs(base), tokens, checkpointed_layers=checkpointed)
     for fold in range(3):
         assert one.lane(fold).losses == other.lane(fold).losses
@@ -88,7 +88,7 @@ def test_rows_of_many_lengths_give_the_same_losses_padded_to_recorded_sizes(base
     replayed = counting(monkeypatch)
     one = train(base, jobs(base), tokens)
     assert replayed and all(batch.ends_K is not None for batch in replayed)  # they lie flat
-    monkeypatch.setattr(graph, "choose_sizes", lambda to_come: [])
+    monkeypatch.setattr(graph, "choose_sizes", lambda *_, **__: [])
     launched = train(base, jobs(base), tokens)
     monkeypatch.setitem(cutting.FLAT_ON, "cuda", False)
     even = train(base, jobs(base), tokens)
@@ -147,4 +147,5 @@ def test_what_cannot_be_recorded_is_said_and_runs(base, monkeypatch):
     monkeypatch.setattr(graph, "run_pass", asks_the_device)
     run_wave(base, jobs(base), equal_lengths(), PlanOf(), report=outcome.events.append, progress=said)
     assert len(said.texts) == 1 and "not recorded" in said.texts[0]
+    torch.rand(3, device="cuda")  # the generator is free again
     assert all(np.isfinite(outcome.lane(fold).losses).all() for fold in range(3))

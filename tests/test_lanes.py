@@ -14,10 +14,10 @@ from crosstune.data.batches import collate
 from crosstune.model import block
 from crosstune.model.attach import attached
 from crosstune.model.base import Base
+from crosstune.train.cutting import Cutting
 from crosstune.train.evaluate import score_base, score_lanes
 from crosstune.train.lane import Lane, Status
 from crosstune.train.optimizer import LaneAdamW
-from crosstune.train.cutting import Cutting
 from crosstune.train.step import DeviceBatch, run_pass, step_batches, train_step
 from tests.lanes import PlanOf, fold_job, fp32_base, random_tokens, run, same_adapter
 

@@ -10,10 +10,10 @@ import torch
 
 from crosstune.data.batches import PassSize, collate, pass_size
 from crosstune.model.attach import attached
+from crosstune.train.cutting import Cutting, sizes_of_wave
 from crosstune.train.graph import MOST_GRAPHS, RECORDING, best_runs, choose_sizes
 from crosstune.train.lane import Lane
 from crosstune.train.optimizer import LaneAdamW
-from crosstune.train.cutting import Cutting, sizes_of_wave
 from crosstune.train.step import DeviceBatch, run_pass, step_batches, train_step
 from tests.lanes import fold_job, fp32_base, random_tokens
 
@@ -23,32 +23,59 @@ def base(tiny):
     return fp32_base(tiny)
 
 
-def cost(widths, uses, ends):
-    """Tokens computed if passes are padded to the next of `ends`, and a recording's worth for each of those."""
-    padded = sum(count * min(end for end in ends if end >= width) for width, count in zip(widths, uses, strict=True))
-    return padded + RECORDING * sum(ends)
+LAUNCH = 100.0
+
+
+def cost(tokens, uses, runs):
+    """Tokens computed: those of recorded runs padded to their largest; others at least what their launch takes."""
+    total = RECORDING * LAUNCH * len(runs)
+    for place, (size, count) in enumerate(zip(tokens, uses, strict=True)):
+        ends = [tokens[run.stop - 1] for run in runs if place in run]
+        total += count * (ends[0] if ends else max(size, LAUNCH))
+    return total
+
+
+def every_choice(count):
+    """All sets of runs of neighbours: each place in the run before, in one of its own, or in none."""
+    for how in itertools.product(("run", "same", "none"), repeat=count):
+        runs, start = [], None
+        for place, word in enumerate((*how, "none")):
+            if word != "same" and start is not None:
+                runs.append(range(start, place))
+                start = None
+            if word == "run":
+                start = place
+        if "same" not in how[:1] and not any(a == "none" and b == "same" for a, b in itertools.pairwise(how)):
+            yield runs
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_other_choice_of_sizes_computes_fewer_tokens(seed):
+def test_no_other_choice_of_sizes_takes_less_time(seed):
     draw = random.Random(seed)
-    widths = sorted(8 * width for width in draw.sample(range(1, 30), 6))
-    uses = [draw.choice((1, 2, 9, 40)) for _ in widths]
-    chosen = [widths[run.stop - 1] for run in best_runs(widths, uses)]
-    every = [(*choice, widths[-1]) for n in range(6) for choice in itertools.combinations(widths[:-1], n)]
-    assert cost(widths, uses, chosen) == min(cost(widths, uses, choice) for choice in every)
+    tokens = sorted(8 * size for size in draw.sample(range(1, 30), 6))
+    uses = [draw.choice((1, 2, 9, 40)) for _ in tokens]
+    chosen = best_runs(tokens, uses, LAUNCH)
+    assert cost(tokens, uses, chosen) == min(cost(tokens, uses, choice) for choice in every_choice(6))
+
+
+def chosen(uses):
+    return choose_sizes(uses, lanes=1, launch=1000)
 
 
 def test_all_passes_of_a_long_job_of_one_length_share_one_size():
-    assert choose_sizes({PassSize(4, 128, 508): 40, PassSize(4, 128, 500): 3}) == [PassSize(4, 128, 508)]
+    assert chosen({PassSize(4, 128, 508): 40, PassSize(4, 128, 500): 3}) == [PassSize(4, 128, 508)]
 
 
 def test_a_job_that_is_over_before_recording_pays_records_nothing():
-    assert choose_sizes({PassSize(4, 128, 508): RECORDING}) == []
+    assert chosen({PassSize(4, 128, 508): RECORDING}) == []
+
+
+def test_passes_that_compute_for_longer_than_their_launch_are_not_recorded():
+    assert chosen({PassSize(4, 300, 508): 1000}) == []
 
 
 def test_no_more_sizes_are_chosen_than_graphs_are_kept():
-    assert len(choose_sizes({PassSize(1, 8 * width, 8): 1000 for width in range(1, 200)})) <= MOST_GRAPHS
+    assert len(chosen({PassSize(1, 8 * width, 8): 1000 for width in range(1, 100)})) == MOST_GRAPHS
 
 
 def test_a_smaller_number_of_rows_never_goes_into_a_larger_size():

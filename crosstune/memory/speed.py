@@ -54,6 +54,11 @@ def pass_seconds(shape: ModelShape, settings: Settings, machine: Machine, tokens
     return max(launches, arithmetic + dequantise, read)
 
 
+def launch_tokens(layers: int, parameters: int, machine: Machine) -> float:
+    """Tokens of a pass whose arithmetic takes as long as launching its kernels. `parameters`: of all products."""
+    return layers * LAUNCH_SECONDS * machine.flops * ARITHMETIC_SHARE[machine.kind] / (4 * parameters)
+
+
 def step_tokens(lengths: NDArray[np.integer], *, lanes: int, batch_size: int, micro_batch: int) -> tuple[float, int]:
     """(tokens of an optimizer step, padding included; its passes), as the mean of 32 random steps.
 

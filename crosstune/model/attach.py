@@ -25,13 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 from crosstune.errors import ModelError
 from crosstune.model.base import Base
-from crosstune.model.block import FUSED_ON, fused_block, fused_norm
+from crosstune.model.block import FUSED_ON
 from crosstune.model.bundle import Bundle, BundledLinear
-from crosstune.model.decoder import FusedDecoder
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
+from crosstune.model.fuse import fuse
 from crosstune.model.lanes import ALIGNED, Lanes
 from crosstune.model.lora import Adapters, LaneLinear, Pass
-from crosstune.model.packed import can_pack
 from crosstune.model.shards import Shard, Site, lay_out, put, whole
 from crosstune.recipe import Lora
 
@@ -181,7 +180,7 @@ class Slots:
             self._replace(site.name, layer)
         self._int8 = keep_no_inputs(self.base.model)
         if FUSED_ON[self.base.device.type]:
-            self._fuse()
+            fuse(self.base, lambda name: self.shards[self.base.place_of(name)].now, self._replace)
         self.recompute_first(checkpointed_layers)
 
     def recompute_first(self, count: int) -> None:
@@ -198,22 +197,6 @@ class Slots:
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
             self._checkpointed.append(block)
 
-    def _fuse(self) -> None:
-        """Put fused nodes in the place of blocks that are known, and of the norm after them."""
-        names = {module: name for name, module in self.base.model.named_modules()}
-        blocks, dtype = self.base.decoder_layers, self.base.dtype
-        fused: list[nn.Module | None] = [
-            fused_block(block, self.shards[self.base.place_of(names[block])].now, dtype) for block in blocks
-        ]
-        if None in fused:
-            return
-        ends = list(self.base.decoder.children())
-        for old, new in zip([*blocks, *ends], [*fused, *map(fused_norm, ends)], strict=True):
-            if new is not None:
-                self._replace(names[old], new)
-        if self.base.spread is None:
-            self.base.fused = FusedDecoder.of(self.base.decoder)
-
     @property
     def is_recordable(self) -> bool:
         """Passes can be recorded as CUDA graphs: nothing in them asks the device for a value (int8 does)."""
@@ -223,9 +206,8 @@ class Slots:
     @property
     def takes_flat(self) -> bool:
         """Passes may lie flat, without padding (lanes.py): every adapted layer is a bundle's, ranks are aligned."""
-        fused, head = self.base.fused is not None, isinstance(self.base.head, LaneLinear)
         aligned = self.base.device.type != "cuda" or self.rank % ALIGNED == 0
-        return fused and not head and aligned and can_pack(self.base.device, self.base.dtype)
+        return self.base.takes_flat and aligned and not isinstance(self.base.head, LaneLinear)
 
     def _replace(self, name: str, module: nn.Module) -> None:
         parent_name, _, leaf = name.rpartition(".")

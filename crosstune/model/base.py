@@ -1,4 +1,4 @@
-"""The frozen base model, loaded once: hub id, folder or GGUF file; 16-bit, fp32, int8 or NF4; on one device or over several.
+"""The frozen base model, loaded once: hub id, folder or GGUF file; 16-bit, fp32, int8 or NF4; on one device or more.
 
 Quirks of transformers and bitsandbytes live here and in attach.py.
 """
@@ -23,7 +23,7 @@ from crosstune.errors import MissingExtra, ModelError, first_line
 from crosstune.memory.layout import Layout
 from crosstune.model.attention import attention_name
 from crosstune.model.decoder import FusedDecoder
-from crosstune.model.packed import Rows
+from crosstune.model.packed import Rows, can_pack
 from crosstune.model.spread import Spread, device_map, empty_model, loading_map, make_current
 from crosstune.recipe import Model
 
@@ -109,6 +109,11 @@ class Base:
         finally:
             if self.spread is not None:
                 make_current(self.device)
+
+    @property
+    def takes_flat(self) -> bool:
+        """`hidden` takes rows side by side."""
+        return self.fused is not None and can_pack(self.device, self.dtype)
 
     def new_cache(self) -> Any:
         """An empty key-value cache for `hidden_cached`: full or sliding, layer by layer, as the model's config says."""

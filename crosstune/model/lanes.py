@@ -1,9 +1,9 @@
 """Which tokens of a pass belong to which lane, and the products whose matrix differs from lane to lane.
 
 A pass is laid out in one of two ways. *Even*: every lane has the same number of tokens, rows padded to the longest, and
-a product is batched over equal blocks. *Flat*: all rows one after another without padding, lane by lane; lane k's tokens
-end at `ends_K[k]`, and a product is a grouped one (torch._grouped_mm, made for mixtures of experts), which reads the
-ends on the device. Nothing in either crosses lanes.
+a product is batched over equal blocks. *Flat*: all rows one after another without padding, lane by lane; the tokens of
+lane k end at `ends_K[k]`, and a product is a grouped one (torch._grouped_mm, made for mixtures of experts), which reads
+the ends on the device. Nothing in either crosses lanes.
 
 Shapes: K lanes, N tokens of a pass, S tokens of a lane where even, I inputs, O outputs.
 """

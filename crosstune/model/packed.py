@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class _Flash(torch.autograd.Function):
 
 def _each_row(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float) -> Iterator[Tensor]:
     cuts = rows.cuts.tolist()
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
         seen = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         yield seen[0].transpose(0, 1).flatten(1)

@@ -18,10 +18,11 @@ from crosstune.data.tokens import Tokens
 from crosstune.errors import DeviceError
 from crosstune.model.attach import Slots
 from crosstune.model.base import Base
+from crosstune.model.fuse import fused_without_lanes
 from crosstune.model.head import head_loss
+from crosstune.train.cutting import FLAT_ON, LENGTH_MULTIPLE
 from crosstune.train.lane import RowScores
 from crosstune.train.recover import survive
-from crosstune.train.cutting import FLAT_ON, LENGTH_MULTIPLE
 from crosstune.train.step import DeviceBatch
 
 # Tokens of a batch without autograd. Enough to fill the device; hidden states of one layer are all that is alive.
@@ -72,7 +73,8 @@ def score_base(
             )
         most, done = max(least, most // 2), 0
 
-    return survive(lambda: _score(base, None, tokens, [rows], count, most)[0], shrink, base.device)
+    with fused_without_lanes(base):
+        return survive(lambda: _score(base, None, tokens, [rows], count, most)[0], shrink, base.device)
 
 
 @torch.inference_mode()
@@ -88,11 +90,11 @@ def _score(
     hits = np.zeros_like(nll, dtype=np.int64)
     waiting = []
     most_tokens = min(TOKENS_A_BATCH[base.device.type], most_tokens or sys.maxsize)
-    is_flat = slots is not None and slots.takes_flat and FLAT_ON[base.device.type]
+    is_flat = FLAT_ON[base.device.type] and (base.takes_flat if slots is None else slots.takes_flat)
     batches = _flat_batches if is_flat and _differ(tokens, rows_K) else _batches
     for batch in batches(tokens, rows_K, base.device.type, most_tokens):
         on_device = DeviceBatch.of(batch, base.device)
-        hidden_NTH = base.hidden(on_device.ids_NT) if slots is None else on_device.begin(slots)
+        hidden_NTH = on_device.hidden(base, slots)
         out = head_loss(base, hidden_NTH, on_device.index_KS, on_device.target_KS, on_device.weight_KS)
         waiting.append((batch, out.nll_KS, out.hit_KS))  # read back after all is queued
         if tick is not None:

@@ -3,17 +3,17 @@
 Launching the two thousand kernels of a pass of an 8B model takes a processor 165 ms, whatever they compute; on an H200
 one lane's pass over 4 x 128 tokens computes for 43 ms (`bench/step.py`). A graph launches them all at once.
 
-A graph's sizes are fixed, so passes are padded to one of a few sizes, chosen from all passes that the wave will make so
-that the fewest tokens are wasted. Recording takes about as long as three passes, and is done for sizes that come often
-enough. Every other pass runs directly, and so do all where nothing can be recorded; the results are the same.
+A graph's sizes are fixed, so passes are padded to one of a few sizes, chosen from all passes that the wave will make.
+Recording takes about as long as launching three passes; it is done for sizes that come often enough and compute for
+less time than their launch takes. Every other pass runs directly, in its own size, and so do all where nothing can be
+recorded; the results are the same.
 
 A step's update stays outside: a dozen kernels, whose values (learning rate, who is skipped) the host knows.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from itertools import accumulate
 from typing import Any
@@ -23,12 +23,13 @@ from torch import Tensor
 
 from crosstune.data.batches import Batch, PassSize
 from crosstune.errors import first_line
-from crosstune.model.attach import Slots
-from crosstune.model.device import release
+from crosstune.memory.speed import launch_tokens
+from crosstune.model.attach import Slots, linear_sizes
+from crosstune.model.device import machine_of, release
 from crosstune.train.cutting import Cutting
 from crosstune.train.step import DeviceBatch, run_pass
 
-RECORDING = 3  # passes that recording one takes the time of
+RECORDING = 3  # launched passes that recording one takes the time of
 MOST_GRAPHS = 6  # of one wave: each keeps its kernels' arguments, a few MB
 
 
@@ -39,7 +40,7 @@ class Passes:
         self, slots: Slots, cutting: Cutting, uses: Mapping[PassSize, int], say: Callable[[str], None]
     ) -> None:
         self.slots, self.cutting, self.say = slots, cutting, say
-        self.sizes = choose_sizes(uses) if slots.is_recordable else []
+        self.sizes = choose_sizes(uses, lanes=slots.num_lanes, launch=_launch_tokens(slots)) if uses else []
         self._graphs: dict[PassSize, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.sizes else None
 
@@ -67,11 +68,23 @@ class Passes:
             self._graphs[size] = _Graph(self.slots, given, self._pool)
         except RuntimeError as error:
             self.say(f"passes are not recorded as CUDA graphs: {first_line(error)}")
+            _let_generators_go(device)
             self.close()
 
     def close(self) -> None:
         """Give the graphs' memory back."""
         self._graphs, self.sizes, self._pool = {}, [], None
+
+
+def _let_generators_go(device: torch.device) -> None:
+    """A recording that fails leaves the device's random generator waiting for its end (torch 2.11): a copy doesn't."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+def _launch_tokens(slots: Slots) -> float:
+    parameters = sum(inputs * outputs for inputs, outputs in linear_sizes(slots.base).values())
+    return launch_tokens(len(slots.base.decoder_layers), parameters, machine_of(slots.base.device))
 
 
 class _Graph:
@@ -88,47 +101,63 @@ class _Graph:
         return self._loss_K
 
 
-def choose_sizes(uses: Mapping[PassSize, int]) -> list[PassSize]:
-    """The sizes to record: those for which padding and recording together take the least time.
+def choose_sizes(uses: Mapping[PassSize, int], *, lanes: int, launch: float) -> list[PassSize]:
+    """The sizes to record: those for which launching, padding and recording together take the least time.
 
-    Passes that can be padded to one another are sorted by T; runs of neighbours are padded to the run's largest. Which
-    runs: dynamic programming over (passes so far, runs so far), the least sum of padded T. A run that isn't recorded
-    costs its own T, and the time it then takes more is not known here: RECORDING decides.
+    Time is counted in tokens computed. `launch`: the tokens that are computed while a pass is launched kernel by kernel
+    (memory/speed.py), so a pass that isn't recorded costs at least that many, and a recording RECORDING times as many.
+    Passes that can be padded to one another are sorted by their tokens; runs of neighbours are recorded as one size, or
+    not at all. Which runs: dynamic programming over (passes so far, runs so far).
+
+    Decided from all passes of a wave, so that a run that goes on computes what it would have computed.
     """
     kinds: dict[tuple[int, int], dict[int, list[PassSize]]] = {}
     for size in uses:
         kind = (0, size.longest) if size.longest else (size.rows, 0)
         kinds.setdefault(kind, {}).setdefault(size.width, []).append(size)
     chosen = []
-    for by_width in kinds.values():
+    for (rows, _), by_width in kinds.items():
         widths = sorted(by_width)
+        each = max(1, rows * lanes)  # tokens of a pass for each of its T
         counts = [sum(uses[size] for size in by_width[width]) for width in widths]
-        for run in best_runs(widths, counts):
+        for run in best_runs([each * width for width in widths], counts, launch):
             members = [size for width in widths[run.start : run.stop] for size in by_width[width]]
-            if sum(uses[size] for size in members) > RECORDING:
-                chosen.append(PassSize(*(max(sizes) for sizes in zip(*map(astuple, members), strict=True))))
+            chosen.append(PassSize(*(max(sizes) for sizes in zip(*map(astuple, members), strict=True))))
     return sorted(chosen)
 
 
-def best_runs(widths: Sequence[int], uses: Sequence[int]) -> Iterator[range]:
-    """Runs of neighbours (places in `widths`, ascending) with the least sum of padded T, at most MOST_GRAPHS."""
+def best_runs(tokens: Sequence[int], uses: Sequence[int], launch: float) -> list[range]:
+    """The runs (places in `tokens`, ascending) that are recorded, at most MOST_GRAPHS."""
     count = [0, *accumulate(uses)]
-    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(math.inf, 0)] * len(widths)]
+    launched = [0.0, *accumulate(n * max(size, launch) for size, n in zip(tokens, uses, strict=True))]
+
+    def recorded(start: int, stop: int) -> float:
+        return (count[stop] - count[start]) * tokens[stop - 1] + RECORDING * launch
+
+    best: list[list[float]] = [launched]  # by runs so far: the least cost of the first passes
+    came: list[list[int | None]] = []  # where the last run began, None where the last passes aren't recorded
     for _ in range(MOST_GRAPHS):
-        before, now = best[-1], [(math.inf, 0)]
-        for stop in range(1, len(widths) + 1):
-            now.append(
-                min(
-                    (before[start][0] + widths[stop - 1] * (count[stop] - count[start] + RECORDING), start)
-                    for start in range(stop)
-                )
-            )
+        before, now = best[-1], [0.0]
+        begun: list[int | None] = [None]
+        for stop in range(1, len(tokens) + 1):
+            direct = now[stop - 1] + launched[stop] - launched[stop - 1]
+            taken, start = min((before[start] + recorded(start, stop), start) for start in range(stop))
+            now.append(min(direct, taken))
+            begun.append(None if direct <= taken else start)
         best.append(now)
-    stop = len(widths)
-    level = min(range(1, len(best)), key=lambda runs: best[runs][stop][0])
+        came.append(begun)
+    return _walk_back(best, came)
+
+
+def _walk_back(best: Sequence[Sequence[float]], came: Sequence[Sequence[int | None]]) -> list[range]:
+    stop = len(best[0]) - 1
+    level = min(range(len(best)), key=lambda runs: best[runs][stop])
     runs = []
-    while stop:
-        start = best[level][stop][1]
-        runs.append(range(start, stop))
-        stop, level = start, level - 1
-    return reversed(runs)
+    while stop and level:
+        start = came[level - 1][stop]
+        if start is None:
+            stop -= 1
+        else:
+            runs.append(range(start, stop))
+            stop, level = start, level - 1
+    return runs[::-1]

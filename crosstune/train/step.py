@@ -15,11 +15,12 @@ from torch.nn import functional
 from crosstune.data.batches import Batch, PassSize, Unit
 from crosstune.data.tokens import Tokens
 from crosstune.model.attach import Slots
+from crosstune.model.base import Base
 from crosstune.model.head import head_loss
 from crosstune.model.lanes import Lanes
 from crosstune.model.packed import Rows
-from crosstune.train.lane import Lane, Status
 from crosstune.train.cutting import Cutting
+from crosstune.train.lane import Lane, Status
 from crosstune.train.optimizer import LaneAdamW
 
 
@@ -68,13 +69,14 @@ class DeviceBatch:
             if mine is not None:
                 mine.copy_(given, non_blocking=True)
 
-    def begin(self, slots: Slots) -> Tensor:
-        """Tell the lanes whose tokens these are; last hidden states (N, T, H)."""
-        if self.cuts_R is None or self.ends_K is None:
-            slots.begin_pass(self.key_KS)
-            return slots.base.hidden(self.ids_NT, self.position_NT)
-        slots.begin_pass(self.key_KS, Lanes.flat(self.ends_K, self.ids_NT.shape[1]))
-        return slots.base.hidden(self.ids_NT, self.position_NT, Rows(self.cuts_R, self.longest))
+    def hidden(self, base: Base, slots: Slots | None) -> Tensor:
+        """Last hidden states (N, T, H); the lanes, if there are any, are told whose tokens these are."""
+        rows = lanes = None
+        if self.cuts_R is not None and self.ends_K is not None:
+            rows, lanes = Rows(self.cuts_R, self.longest), Lanes.flat(self.ends_K, self.ids_NT.shape[1])
+        if slots is not None:
+            slots.begin_pass(self.key_KS, lanes)
+        return base.hidden(self.ids_NT, self.position_NT, rows)
 
     def by_lane(self, of_target_KS: Tensor) -> Tensor:
         """Sums of a number of each target over each lane's, (K,): in one order, so the same bits each time."""
@@ -141,7 +143,7 @@ def train_step(
 
 def run_pass(slots: Slots, batch: DeviceBatch) -> Tensor:
     """Forward and backward of one pass, added to `grad_KP`. Returns each lane's weighted loss, fp32 (K,)."""
-    hidden_NTH = batch.begin(slots)
+    hidden_NTH = batch.hidden(slots.base, slots)
     out = head_loss(slots.base, hidden_NTH, batch.index_KS, batch.target_KS, batch.weight_KS)
     out.weighted.backward()
     return batch.by_lane(out.nll_KS * batch.weight_KS)

@@ -9,7 +9,7 @@ import torch
 from bench.shapes import random_model
 from crosstune.data.batches import collate
 from crosstune.data.flat import collate_flat, flat_size
-from crosstune.model.attach import attached, resolve_targets
+from crosstune.model.attach import Slots, attached, resolve_targets
 from crosstune.model.base import adopt
 from crosstune.progress import Quiet
 from crosstune.recipe import Evaluate, Lora, Train
@@ -149,3 +149,15 @@ def test_what_cannot_be_recorded_is_said_and_runs(base, monkeypatch):
     assert len(said.texts) == 1 and "not recorded" in said.texts[0]
     torch.rand(3, device="cuda")  # the generator is free again
     assert all(np.isfinite(outcome.lane(fold).losses).all() for fold in range(3))
+
+
+def test_copies_of_a_quantised_base_change_no_bit(base, monkeypatch):
+    tokens, kept = equal_lengths(), []
+    real = Slots.keep_weights
+    monkeypatch.setattr(Slots, "keep_weights", lambda self, keep: (kept.append(keep), real(self, keep)))
+    roomy = train(base, jobs(base), tokens, free_bytes=1 << 40)
+    tight = train(base, jobs(base), tokens)
+    quantised = any(type(module).__name__ == "Linear4bit" for module in base.model.modules())
+    assert kept == [quantised, False]
+    for fold in range(3):
+        assert same_adapter(roomy.lane(fold), tight.lane(fold))

@@ -188,6 +188,16 @@ def test_memory_may_run_out_again_and_again(base, monkeypatch, places):
     check(base, monkeypatch, [(steps[0], "forward", 3), (steps[1], "backward", 2), (steps[2], "head", 1)])
 
 
+def test_copies_of_the_base_go_before_the_plan_shrinks(base, monkeypatch, places):
+    undisturbed = train(base, monkeypatch)
+    monkeypatch.setattr(wave_module, "copies_that_fit", lambda base, plan: 1)
+    mode = OutOfMemoryAt([(1, "backward", 2)])
+    disturbed = train(base, monkeypatch, mode)
+    (told,) = (event for event in disturbed.events if isinstance(event, PlanChanged))
+    assert told.before == told.after and "copies of the base are given back" in told.message
+    same_results(undisturbed, disturbed)
+
+
 def test_when_nothing_is_left_the_error_says_what_to_do(base, monkeypatch):
     mode = OutOfMemoryAt()
     mode.wanted = Always()

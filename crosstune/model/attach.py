@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crosstune.errors import ModelError
 from crosstune.model.base import Base
-from crosstune.model.block import FUSED_ON
+from crosstune.model.block import FUSED_ON, FusedBlock
 from crosstune.model.bundle import Bundle, BundledLinear
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
 from crosstune.model.fuse import fuse
@@ -196,6 +196,13 @@ class Slots:
             block.gradient_checkpointing, block.training = True, True
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
             self._checkpointed.append(block)
+
+    def keep_weights(self, keep: bool) -> None:
+        """Keep 16-bit copies of the 4-bit weights of fused blocks, or give them back."""
+        for block in self.base.decoder_layers:
+            if isinstance(block, FusedBlock):
+                for bundle in block.parts.bundles:
+                    bundle.keep_weights(keep)
 
     @property
     def is_recordable(self) -> bool:

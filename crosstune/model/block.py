@@ -46,6 +46,11 @@ class BlockParts:
     head_size: int
 
     @property
+    def bundles(self) -> tuple[Bundle, Bundle, Bundle, Bundle]:
+        """All four."""
+        return self.into, self.out, self.wide, self.down
+
+    @property
     def rotated(self) -> int:
         """Columns of queries and keys."""
         return self.into.parts[1].columns.stop

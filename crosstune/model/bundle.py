@@ -60,6 +60,7 @@ class Bundle:
             outputs, ranks = columns.stop, ranks + rank
         self.inputs, self.outputs, self.ranks = matrices[0].in_features, outputs, ranks
         self.adapted = [(part, part.layer) for part in self.parts if part.layer is not None]
+        self._kept_OI: Tensor | None = None
         self.a_KRI = joined([layer.adapters.copies[0] for _, layer in self.adapted])
         self.grad_a_KRI = joined([layer.adapters.grads[0] for _, layer in self.adapted])
 
@@ -192,17 +193,28 @@ class Bundle:
             return x_NI
         return dropout.apply(x_NI.view(*dropout.key_KS.shape, -1), layer.columns()).view(x_NI.shape)
 
+    def keep_weights(self, keep: bool) -> None:
+        """Keep the 16-bit copy of 4-bit weights from now on, or make it anew for each product."""
+        self._kept_OI = self._made() if keep and self._is_four_bit else None
+
+    @property
+    def _is_four_bit(self) -> bool:
+        return all(isinstance(part.frozen, FourBit) for part in self.parts)
+
+    def _made(self) -> Tensor:
+        scale_K = self.now.scale_K
+        made_OI = torch.empty(self.outputs, self.inputs, dtype=scale_K.dtype, device=scale_K.device)
+        for part in self.parts:
+            part.frozen.weight(made_OI[part.columns])
+        return made_OI
+
     def _is_plain(self, part: Part) -> bool:
         return not isinstance(part.frozen, EightBit)
 
     def _weights(self, *, backward: bool = False) -> Iterator[tuple[slice, Tensor]]:
         """Matrices (outputs, inputs) with their columns: all 4-bit ones as one."""
-        if all(isinstance(part.frozen, FourBit) for part in self.parts) and len(self.parts) > 1:
-            dtype = self.now.scale_K.dtype
-            made_OI = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.now.scale_K.device)
-            for part in self.parts:
-                part.frozen.weight(made_OI[part.columns])
-            yield slice(None), made_OI
+        if self._is_four_bit:
+            yield slice(None), self._made() if self._kept_OI is None else self._kept_OI
             return
         for part in self.parts:
             if backward or self._is_plain(part):

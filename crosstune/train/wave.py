@@ -22,11 +22,12 @@ from crosstune.model.device import live_bytes, peak_bytes, release
 from crosstune.progress import Progress, loss_words, stage
 from crosstune.train.ahead import is_worth_it, run_largest_pass
 from crosstune.train.checkpoint import Checkpoints, Packed, no_checkpoints
+from crosstune.train.copies import copies_that_fit
+from crosstune.train.cutting import choose_cutting, sizes_of_wave
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.fault import blame_each, blamed, blamed_on_wave
 from crosstune.train.graph import Passes
 from crosstune.train.lane import Lane, LaneJob, RowScores, Status
-from crosstune.train.cutting import choose_cutting, sizes_of_wave
 from crosstune.train.once import Once
 from crosstune.train.recover import PlanChanged, WaveSplit, is_out_of_memory, next_smaller, smaller_plan, survive
 from crosstune.train.split import PartCheckpoints, halves, join, lane_names, parts_of
@@ -244,6 +245,8 @@ class _Wave:
         self.begun = time.monotonic()
         self.last: StepResult | None = None
         self.passes: Passes | None = None
+        self.copies = copies_that_fit(slots.base, plan) > 0
+        slots.keep_weights(self.copies)
         self.trained: dict[int, Once[Mapping[str, Tensor]]] = {}  # lane → its adapter, told while it is being scored
 
     def go_on(self, packed: Packed | None) -> None:
@@ -305,6 +308,8 @@ class _Wave:
         """`action()`; where memory runs out, again with the next smaller plan, from which the wave then goes on."""
 
         def shrink(message: str) -> None:
+            if self._give_copies_back(doing, message):
+                return
             if may_split and len(self.lanes) > 1 and next_smaller(self.plan, evaluating=evaluating) is None:
                 self._split(doing, message)
             before, lanes = self.plan, len(self.lanes)
@@ -317,6 +322,16 @@ class _Wave:
 
         with blamed_on_wave(self.standing.steps):
             return survive(action, shrink, self.slots.base.device)
+
+    def _give_copies_back(self, doing: str, message: str) -> bool:
+        """The first that goes when memory runs out, for it costs time only."""
+        if not self.copies:
+            return False
+        self.copies, self.passes = False, None
+        self.slots.keep_weights(False)
+        jobs, said = tuple(lane.job for lane in self.lanes), f"{message} (16-bit copies of the base are given back)"
+        self.report(PlanChanged(jobs, self.standing.steps, doing, said, self.plan, self.plan))
+        return True
 
     def _split(self, doing: str, message: str) -> NoReturn:
         """Go on in halves, from the state before what ran out of memory: nothing has changed since."""

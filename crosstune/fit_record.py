@@ -34,9 +34,13 @@ class FitRecorder:
 
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
+        from crosstune.record import record_memory
         from crosstune.train.fault import blamed
+        from crosstune.train.recover import PlanChanged, WaveSplit
         from crosstune.train.wave import LaneFinished, LaneRetired
 
+        if isinstance(event, PlanChanged | WaveSplit):
+            record_memory(self.run, event, allowed=self.recipe.lint.allow)
         if isinstance(event, LaneFinished | LaneRetired) and (event.job.trial, None) in self.run.lanes_over():
             return
         if isinstance(event, LaneRetired):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,8 @@ class Recorder:
             with blamed(lambda reason: self._fail(event.job, reason, event.step)):
                 self._keep_step(event)
         elif isinstance(event, LaneTrained):
+            if _key(event.job) in self._being_written:  # told before memory ran out in its evaluation
+                return
             file = self.folder(event.job) / EARLY
             self._being_written[_key(event.job)] = self._writers.submit(_write, file, event.adapter)
         elif isinstance(event, LaneFinished):
@@ -79,11 +81,8 @@ class Recorder:
             self._fail(event.job, event.reason, event.step)
         elif isinstance(event, LaneGivenUp):
             self.run.record("lane_given_up", **_lane(event.job), reason=event.reason, step=event.step)
-        elif isinstance(event, PlanChanged):
-            self._change_plan(event)
-        elif isinstance(event, WaveSplit):
-            parts = [[[job.trial, job.fold] for job in part] for part in event.parts]
-            self.run.record("wave_split", parts=parts, step=event.step, doing=event.doing, message=event.message)
+        elif isinstance(event, PlanChanged | WaveSplit):
+            record_memory(self.run, event, allowed=self.recipe.lint.allow)
         elif isinstance(event, WaveFinished):
             facts = {name: value for name, value in vars(event).items() if name != "jobs"}
             self.run.record("wave_finished", lanes=[[job.trial, job.fold] for job in event.jobs], **facts)
@@ -93,17 +92,6 @@ class Recorder:
             wait([writing])
         shutil.rmtree(self.folder(job), ignore_errors=True)  # what was written of it before it failed
         self.run.record("lane_failed", **_lane(job), reason=reason, step=step)
-
-    def _change_plan(self, event: PlanChanged) -> None:
-        """What happened, and the plan with which a continued run goes on."""
-        lanes = [[job.trial, job.fold] for job in event.jobs]
-        before, after = event.before, event.after
-        self.run.record(
-            "out_of_memory", lanes=lanes, step=event.step, doing=event.doing, message=event.message,
-            before=before.settings, after=after.settings, evaluate_tokens=after.evaluate_tokens,
-        )  # fmt: skip
-        allowed = list(self.recipe.lint.allow)
-        self.run.record("plan", **after.settings, peak_bytes=after.peak_bytes, waves=after.waves, allowed=allowed)
 
     def _keep_step(self, event: StepKept) -> None:
         """Write the best adapter so far, then remove the one that it beat: the number of files stays bounded."""
@@ -173,6 +161,21 @@ def read_base_scores(run: Run, tokens: Tokens, rows: NDArray[np.int64]) -> RowSc
     if table is None or not np.array_equal(table["row"], tokens.numbers[rows]):
         return None
     return RowScores(rows, table["nll"], table["tokens"], table["hits"])
+
+
+def record_memory(run: Run, event: PlanChanged | WaveSplit, *, allowed: Sequence[str]) -> None:
+    """What happened when memory ran out, and the plan with which a continued run goes on."""
+    told = {"step": event.step, "doing": event.doing, "message": event.message}
+    if isinstance(event, WaveSplit):
+        parts = [[[job.trial, job.fold] for job in part] for part in event.parts]
+        run.record("wave_split", parts=parts, **told)
+        return
+    lanes, after = [[job.trial, job.fold] for job in event.jobs], event.after
+    run.record(
+        "out_of_memory", lanes=lanes, **told,
+        before=event.before.settings, after=after.settings, evaluate_tokens=after.evaluate_tokens,
+    )  # fmt: skip
+    run.record("plan", **after.settings, peak_bytes=after.peak_bytes, waves=after.waves, allowed=list(allowed))
 
 
 def _only(scores: RowScores, rows: NDArray[np.int64]) -> RowScores:

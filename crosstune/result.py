@@ -147,6 +147,7 @@ def make_report(run: Run) -> dict[str, Any]:
         "failed": [{name: event[name] for name in ("trial", "fold", "reason", "step")} for event in failed.values()],
         "seconds": sum(event.get("seconds", 0.0) for event in run.events("closed")),
         "peak_bytes": max((event["peak_bytes"] for event in run.events("wave_finished")), default=0),
+        "out_of_memory": out_of_memory(run),
         "finished": run.is_finished,
         "best": ranking.places[0].trial if ranking else None,
         "conclusion": ranking.sentence if ranking else "no fold finished",
@@ -154,6 +155,20 @@ def make_report(run: Run) -> dict[str, Any]:
         "baselines": baselines(run),
         "labels": next((event["labels"] for event in run.events("labels")), None),
     }
+
+
+def out_of_memory(run: Run) -> list[dict[str, Any]]:
+    """When memory ran out, in what, and how the run went on: what of the plan changed, or lanes of each part."""
+    found = []
+    for event in run.events("out_of_memory", "wave_split"):
+        went_on: dict[str, Any] = {}
+        if event["event"] == "wave_split":
+            went_on["lanes"] = [len(part) for part in event["parts"]]
+        else:
+            went_on = {name: value for name, value in event["after"].items() if value != event["before"].get(name)}
+            went_on = went_on or {"tokens of an evaluation": event["evaluate_tokens"]}
+        found.append({"step": event["step"], "doing": event["doing"], "went_on": went_on})
+    return found
 
 
 def _examined(fold: int, scores: Mapping[str, Mapping[int, float]]) -> dict[str, float | None]:

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+import crosstune
 from crosstune.errors import DeviceError
 from crosstune.interrupt import Interrupts
 from crosstune.progress import Quiet
+from crosstune.recipe import Recipe
+from crosstune.score_table import show_scores
 from crosstune.train import wave as wave_module
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.recover import PlanChanged, WaveSplit
@@ -18,6 +21,7 @@ from crosstune.train.split import halves, join, lane_names, parts_of
 from crosstune.train.wave import LaneFinished, WaveFinished, run_wave
 from tests.lanes import Outcome, fold_job, fp32_base, random_tokens, run, same_adapter
 from tests.test_recover import Shrinking
+from tests.tiny import CASES
 
 LANES = 5
 
@@ -183,3 +187,29 @@ def test_packed_parts_hold_each_lane_once(base):
     ((first, second),) = [parts_of(nested)]
     assert lane_names(first) == lane_names(one) and lane_names(second) == lane_names(other)
     assert all(torch.equal(tensor, other[0][name]) for name, tensor in second[0].items())
+
+
+def test_a_run_tells_in_journal_and_table_how_it_went_on(tiny, monkeypatch, tmp_path, capsys):
+    """Through the public API, whose plan is a real one; what is trained is what an undisturbed run trains."""
+    monkeypatch.setenv("CROSSTUNE_CACHE", "")
+    losses = {}
+    for name in ("whole", "split"):
+        with monkeypatch.context() as patch:
+            if name == "split":
+                Room(2, 1).patch(patch)
+                Room(1, 0, "score_lanes").patch(patch)
+            result = crosstune.cross_validate(
+                data=str(CASES / "chat24.jsonl"), model=str(tiny), output=str(tmp_path / name), folds={"k": 3},
+                train={"epochs": 1, "batch_size": 4}, progress=Quiet(),
+            )  # fmt: skip
+        losses[name] = result.mean
+    assert losses["split"] == pytest.approx(losses["whole"], rel=1e-5)
+    assert len(result.adapters) == 3 and not result.failed
+    told = result.report["out_of_memory"]
+    assert {"a training step", "an evaluation"} <= {event["doing"] for event in told}
+    assert next(event["went_on"] for event in told if "lanes" in event["went_on"]) == {"lanes": [2, 1]}
+    show_scores(result.report)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "out of memory in a training step after step" in shown and "went on with lanes [2, 1]" in shown
+    again = crosstune.cross_validate(Recipe.load(tmp_path / "split" / "recipe.yaml"), progress=Quiet())
+    assert again.mean == result.mean

@@ -166,7 +166,8 @@ def out_of_memory(run: Run) -> list[dict[str, Any]]:
             went_on["lanes"] = [len(part) for part in event["parts"]]
         else:
             went_on = {name: value for name, value in event["after"].items() if value != event["before"].get(name)}
-            went_on = went_on or {"tokens of an evaluation": event["evaluate_tokens"]}
+            if not went_on and event["doing"] == "an evaluation":
+                went_on = {"tokens of an evaluation": event["evaluate_tokens"]}
         found.append({"step": event["step"], "doing": event["doing"], "went_on": went_on})
     return found
 

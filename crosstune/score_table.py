@@ -25,7 +25,7 @@ def show_scores(report: Mapping[str, Any]) -> None:
     for lane in report["failed"]:
         console.print("failed: " + ", ".join(f"{key} {value}" for key, value in lane.items()), markup=False)
     for event in report.get("out_of_memory", ()):
-        how = ", ".join(f"{name} {value}" for name, value in event["went_on"].items())
+        how = ", ".join(f"{name} {value}" for name, value in event["went_on"].items()) or "the same plan"
         console.print(f"out of memory in {event['doing']} after step {event['step']}: went on with {how}", markup=False)
     peak = f" · peak {bytes_words(report['peak_bytes'])}" if report["peak_bytes"] else ""
     console.print(f"{report['run']} · {seconds_words(report['seconds'])}{peak}", markup=False, soft_wrap=True)

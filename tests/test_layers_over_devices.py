@@ -371,6 +371,8 @@ def test_crosstune_plan_tells_the_layers_of_each_gpu():
     )
     told = explain(recipe, gpu="l4", lanes=5, lengths=[512] * 20).to_json()
     assert told["layers"] == {"cuda:0": 11, "cuda:1": 11, "cuda:2": 10}
+    assert max(told["peaks"][name] for name in ("train", "evaluate", "generate")) <= told["free_bytes"]
+    assert told["peaks"]["merge"] > 16e9  # of the whole model
 
 
 # — on GPUs —

@@ -29,15 +29,22 @@ PROCESS_BYTES = 700 * MIB  # Python, torch, transformers
 
 
 def peaks(plan: Plan, *, new_tokens: int, rows: int) -> dict[str, int]:
-    """Bytes of the device (merge: of RAM) at the peak of each kind of work. `rows`: that a lane answers."""
+    """Bytes of the device (merge: of RAM) at the peak of each kind of work. `rows`: that a lane answers.
+
+    Of a base over several devices, those of the one with the most layers.
+    """
+    merging = merge_bytes(plan.job.shape)
     training = plan.peak_bytes
-    if plan.layout is None:
+    if plan.layout is not None:
+        part = replace(plan.job.shape, layers=max(plan.layout.layers))
+        plan = replace(plan, job=replace(plan.job, shape=part))
+    else:
         training = estimate(plan.job.shape, replace(plan.widths, evaluate_tokens=0), plan.job.machine).peak_bytes
     return {
         "train": training,
         "evaluate": _evaluate(plan),
         "generate": _generate(plan, new_tokens, rows),
-        "merge": merge_bytes(plan.job.shape),
+        "merge": merging,
     }
 
 

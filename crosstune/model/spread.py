@@ -118,7 +118,7 @@ def _by_module(model: Any, found: dict[str, int]) -> dict[str, int]:
     names = {module: name for name, module in model.named_modules()}
     embeddings = names[model.get_input_embeddings()]
     first = next(place for name, place in found.items() if not name or f"{embeddings}.".startswith(f"{name}."))
-    places = {}
+    places: dict[str, int] = {}
     for name, place in found.items():
         module = model.get_submodule(name)
         called = [f"{name}.{i}" for i in range(len(module))] if isinstance(module, nn.ModuleList) else [name]

@@ -34,7 +34,7 @@ def parts_of(packed: Packed | None) -> list[Packed] | None:
     """The parts of a joined wave; None for one that was never split."""
     if packed is None or "parts" not in packed[1]:
         return None
-    parts = []
+    parts: list[Packed] = []
     for at, meta in enumerate(packed[1]["parts"]):
         begin = f"part.{at}."
         parts.append(({n.removeprefix(begin): t for n, t in packed[0].items() if n.startswith(begin)}, meta))

@@ -82,5 +82,6 @@ def lane_adamw(slots: Slots, trains: Sequence[Train]) -> Any:
 
 def _moved(judged: Judged, device: torch.device) -> Judged:
     rescaled = judged.rescaled and (judged.rescaled[0].to(device), judged.rescaled[1].to(device))
-    four = (tensor.to(device) for tensor in (judged.norm_K, judged.ok_K, judged.divide_K, judged.skip_K))
-    return Judged(*four, rescaled)
+    return Judged(
+        judged.norm_K.to(device), judged.ok_K.to(device), judged.divide_K.to(device), judged.skip_K.to(device), rescaled
+    )

@@ -96,6 +96,12 @@ def pruned(result: Result) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def really_pruned(result: Result) -> dict[str, Any]:
+    """What a sweep that was pruned has trained, and its winner."""
+    lanes = Run.read(result.run).finished_lanes().values()
+    return {"run": result.run.name, "winner": CASES[result.report["best"]], "lane_steps": sum(e["steps"] for e in lanes)}
+
+
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     words.add_argument("--model", required=True)
@@ -104,17 +110,16 @@ def main() -> None:
     words.add_argument("--epochs", type=float, default=2)
     words.add_argument("--data", nargs="+", default=list(DATA), choices=DATA)
     words.add_argument("--seeds", type=int, nargs="+", default=[0])
-    words.add_argument("--check-halving", action="store_true", help="really run the first sweep with prune: halving")
+    words.add_argument("--check-halving", action="store_true", help="run the sweeps with prune: halving only")
     asked = words.parse_args()
     for data in asked.data:
         for seed in asked.seeds:
+            if asked.check_halving:
+                print(json.dumps(really_pruned(run_sweep(asked, data, seed, prune="halving"))), flush=True)
+                continue
             result = run_sweep(asked, data, seed)
             print(f"\n{result.run.name}: {result.report['conclusion']}\n", *table(result), sep="\n", flush=True)
             print(json.dumps(pruned(result)), flush=True)
-    if asked.check_halving:
-        really = run_sweep(asked, asked.data[0], asked.seeds[0], prune="halving")
-        lanes = Run.read(really.run).finished_lanes()
-        print(json.dumps({"really": sum(e["steps"] for e in lanes.values()), "best": CASES[really.report["best"]]}))
 
 
 if __name__ == "__main__":

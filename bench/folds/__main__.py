@@ -73,6 +73,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--quantization", default="nf4")
     parser.add_argument("--vocab", type=int, default=0, help="default: Llama-3's 128256, or 384 for the tiny shape")
     parser.add_argument("--cap", type=float, default=0, help="GiB of the card that a contestant may use; 0: all")
+    parser.add_argument("--kernels", type=Path, help="keep compiled kernels here, in place of compiling all")
     parser.add_argument("--out", type=Path, help="file that the lines are appended to")
     parser.add_argument("--summary", type=Path, help="print the ratios of this file of lines and end")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -112,11 +113,12 @@ def children(name: str, options: argparse.Namespace) -> Iterator[list[str]]:
 def run_one(name: str, only: list[str], out: TextIO | None, lines: list[dict[str, Any]], options: Any) -> None:
     """A contestant's process: its lines as they come, and one that says why if it fails."""
     with tempfile.TemporaryDirectory() as caches:
+        kernels = str(options.kernels or f"{caches}/triton")
+        is_new = not Path(kernels).is_dir()
         command = [sys.executable, "-m", "bench.folds", *sys.argv[1:], *only, "--child", name]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            # kernels are compiled as on the first day
-            "TRITON_CACHE_DIR": f"{caches}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+            "TRITON_CACHE_DIR": kernels, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
             "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error",
             "UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_COMPILE_LOCATION": f"{caches}/unsloth",
         }  # fmt: skip
@@ -127,7 +129,8 @@ def run_one(name: str, only: list[str], out: TextIO | None, lines: list[dict[str
         ):
             for text in child.stdout or ():
                 if text.startswith('{"kind"'):
-                    tell(out, lines, **json.loads(text), **({"cap_gib": options.cap} if options.cap else {}))
+                    cap = {"cap_gib": options.cap} if options.cap else {}
+                    tell(out, lines, **json.loads(text), **cap, kernels="new" if is_new else "kept")
         said = log.read_text(errors="replace")
         sys.stderr.write(said[-4000:])
         if child.returncode:

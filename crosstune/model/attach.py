@@ -287,7 +287,7 @@ class Slots:
     def adapter(self, k: int) -> dict[str, Tensor]:
         """Lane k's tensors under PEFT's names, on the CPU: `….lora_A.weight` (rank, in), `…B…` (out, rank)."""
         rank, wanted, tensors = self.specs[k].lora.rank, set(self.specs[k].targets), {}
-        rows = [shard.master_KP[k].detach().to("cpu", copy=True)[None] for shard in self.shards]  # one transfer each
+        rows = [_fetch(shard.master_KP[k])[None] for shard in self.shards]  # one transfer each
         for site in self.sites:
             if site.name in wanted:
                 a_1RI, b_1OR = self.views(rows[site.place], site)
@@ -343,6 +343,17 @@ def attached(
         yield slots
     finally:
         slots.take_out()
+
+
+def _fetch(row_P: Tensor) -> Tensor:
+    """A copy on the CPU, through pinned memory from a GPU: other work's launches don't wait for the transfer."""
+    row_P = row_P.detach()
+    if row_P.device.type != "cuda":
+        return row_P.to("cpu", copy=True)
+    fetched_P = torch.empty(row_P.shape, dtype=row_P.dtype, pin_memory=True)
+    fetched_P.copy_(row_P, non_blocking=True)
+    torch.cuda.current_stream(row_P.device).synchronize()
+    return fetched_P
 
 
 def _initial_a(spec: LaneSpec, site: Site) -> Tensor:

@@ -8,7 +8,6 @@ same with them and without.
 from __future__ import annotations
 
 from crosstune.memory.plan import Plan
-from crosstune.model.attach import linear_sizes
 from crosstune.model.base import Base
 
 SPARE_SHARE = 0.15  # of all that may be used, left free beside plan and copies
@@ -18,7 +17,6 @@ def copies_that_fit(base: Base, plan: Plan) -> int:
     """Bytes of the copies; 0 where there is nothing to copy or not the room."""
     if base.device.type != "cuda" or base.spread is not None:
         return 0
-    sizes = linear_sizes(base)
-    quantized = [name for name in sizes if type(base.model.get_submodule(name)).__name__ == "Linear4bit"]
-    needed = sum(2 * sizes[name][0] * sizes[name][1] for name in quantized)
+    layers = (module for module in base.model.modules() if type(module).__name__ == "Linear4bit")
+    needed = sum(2 * layer.in_features * layer.out_features for layer in layers)
     return needed if plan.peak_bytes + needed < (1 - SPARE_SHARE) * plan.free_bytes else 0

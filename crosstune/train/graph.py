@@ -4,9 +4,9 @@ Launching the two thousand kernels of a pass of an 8B model takes a processor 16
 one lane's pass over 4 x 128 tokens computes for 43 ms (`bench/step.py`). A graph launches them all at once.
 
 A graph's sizes are fixed, so passes are padded to one of a few sizes, chosen from all passes that the wave will make.
-Recording takes about as long as launching three passes; it is done for sizes that come often enough and compute for
-less time than their launch takes. Every other pass runs directly, in its own size, and so do all where nothing can be
-recorded; the results are the same.
+Recording takes about as long as launching a pass and a half; it is done for sizes that come often enough and compute
+for less time than their launch takes. Every other pass runs directly, in its own size, and so do all where nothing can
+be recorded; the results are the same.
 
 A step's update stays outside: a dozen kernels, whose values (learning rate, who is skipped) the host knows.
 """
@@ -29,7 +29,7 @@ from crosstune.model.device import machine_of, release
 from crosstune.train.cutting import Cutting
 from crosstune.train.step import DeviceBatch, run_pass
 
-RECORDING = 3  # launched passes that recording one takes the time of
+RECORDING = 1.5  # launched passes that recording one takes the time of
 MOST_GRAPHS = 6  # of one wave: each keeps its kernels' arguments, a few MB
 
 

@@ -229,6 +229,9 @@ class _Split(BaseException):
         self.packed, self.plan = packed, plan
 
 
+TOLD_EARLY = 8  # adapters at most that wait in main memory for their scores
+
+
 class _Cut(BaseException):
     """The run is to end, in the middle of an evaluation: nothing has changed since the step before it."""
 
@@ -434,7 +437,7 @@ class _Wave:
 
     def _tell_trained(self, due: Sequence[int]) -> None:
         """The lanes whose scores no longer decide on their adapter: it can be written while they are scored."""
-        for k in due:
+        for k in due[:TOLD_EARLY]:
             lane = self.lanes[k]
             if lane.status is Status.RUNNING and not lane.is_fed and lane.job.train.stop is None:
                 self.trained[k] = Once(self.slots.adapter_later(k))

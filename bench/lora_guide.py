@@ -98,8 +98,8 @@ def pruned(result: Result) -> dict[str, Any]:
 
 def really_pruned(result: Result) -> dict[str, Any]:
     """What a sweep that was pruned has trained, and its winner."""
-    lanes = Run.read(result.run).finished_lanes().values()
-    return {"run": result.run.name, "winner": CASES[result.report["best"]], "lane_steps": sum(e["steps"] for e in lanes)}
+    steps = sum(lane["steps"] for lane in Run.read(result.run).finished_lanes().values())
+    return {"run": result.run.name, "winner": CASES[result.report["best"]], "lane_steps": steps}
 
 
 def main() -> None:

@@ -122,10 +122,10 @@ def agreement(ours: Line, results: list[Line]) -> Line:
 
 COLUMNS = {
     "tokens": "tokens", "lanes": "lanes", "cap": "cap_gib", "kernels": "kernels",
-    "crosstune s": "steady_s", "wave s": "steady_wave_s", "call s": "steady_call_s", "whole s": "whole_s", "small s": "small_steady_s", "best": "best",
-    "best s": "best_steady_s", "× small": "small_steady_x", "× best": "best_steady_x",
-    "whole × small": "small_whole_x", "whole × best": "best_whole_x", "floor s": "floor_s",
-    "floor share": "floor_share",
+    "crosstune s": "steady_s", "wave s": "steady_wave_s", "call s": "steady_call_s", "whole s": "whole_s",
+    "small s": "small_steady_s", "best": "best", "best s": "best_steady_s", "× small": "small_steady_x",
+    "× best": "best_steady_x", "whole × small": "small_whole_x", "whole × best": "best_whole_x",
+    "floor s": "floor_s", "floor share": "floor_share",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ ORDER = """
     errors store.files store.secrets interrupt units yaml_text options mistakes recipe progress
     stats.intervals stats.bootstrap stats.comparison stats.curve metrics.text metrics.choice axes sweep pruning search compare suspects
     data.rows data.lines data.json_file data.table_file data.files data.turns data.shapes data.load
-    data.control data.turn_ends data.template data.render data.encode data.tokenizer data.token_cache data.token_faults data.tokens data.batches data.flat data.questions
+    data.control data.turn_ends data.template data.render data.encode data.gguf_once data.tokenizer data.token_cache data.token_faults data.tokens data.batches data.flat data.questions
     fold_units leaks splits
     memory.shape memory.gpus memory.precision memory.visible memory.block memory.estimate memory.layout memory.speed memory.allocator memory.widths memory.peaks memory.ways memory.plan memory.config memory.picture memory.explain
     data.lint.fault data.lint.faults_file data.lint.faults_rows data.lint.faults_tokens data.lint.faults_template data.lint.faults_folds data.lint.faults_settings

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crosstune.data.gguf_once import parsed_once
 from crosstune.data.template import ChatTemplate
 from crosstune.errors import Finding, MissingExtra, ModelError, first_line
 from crosstune.recipe import Model
@@ -155,7 +156,8 @@ def _from_pretrained(model: Model) -> PreTrainedTokenizerBase:
     name = model.tokenizer or model.name
     place, options = _place(name, model)
     try:
-        return AutoTokenizer.from_pretrained(place, **options)
+        with parsed_once():
+            return AutoTokenizer.from_pretrained(place, **options)
     except ImportError as error:
         if "gguf" in options.get("gguf_file", ""):
             raise MissingExtra("gguf", "demo") from None

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crosstune.data.gguf_once import forget_parsed, parsed_once
 from crosstune.errors import MissingExtra, ModelError, first_line
 from crosstune.memory.layout import Layout
 from crosstune.model.attention import attention_name
@@ -185,7 +186,7 @@ def load_base(
         options["quantization_config"] = _quantization(model, DTYPES[precision])
     spread = None
     try:
-        with warnings.catch_warnings(), _no_bars():
+        with warnings.catch_warnings(), _no_bars(), parsed_once():
             warnings.simplefilter("ignore")
             if layout is not None:
                 spread = _spread(model, layout, DTYPES[precision])
@@ -196,6 +197,8 @@ def load_base(
             f"the base model {model.name!r} can't be loaded: {first_line(error)}",
             "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name.",
         ) from None
+    finally:
+        forget_parsed()
     if spread is not None:
         spread.settle(loaded)
         device = spread.devices[0]
@@ -312,7 +315,8 @@ def load_config(model: Model) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(**hub_arguments(model), trust_remote_code=model.trust_remote_code)
+        with parsed_once():
+            config = AutoConfig.from_pretrained(**hub_arguments(model), trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"the base model {model.name!r} has no config that can be read: {first_line(error)}",

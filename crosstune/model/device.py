@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
@@ -56,6 +57,8 @@ def choose_device(section: Device) -> Place:
         raise DeviceError(
             "device-unavailable: device.kind is mps, which this computer lacks", "Set device.kind to auto."
         )
+    if kind == "cpu":
+        keep_freed_memory()
     machine = machine_of(device)
     precision = choose_precision(section.precision, machine)
     return Place(device, machine, precision, attention_kernel(machine, precision.value))
@@ -75,6 +78,26 @@ def let_segments_grow() -> bool:
         warnings.simplefilter("ignore", FutureWarning)
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     return True
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Have glibc keep large blocks that were freed, unless the user has set malloc up; say whether it does.
+
+    By default it gives them back to the system, which hands them out again page by page, zeroed: 1 ms a MiB in a
+    virtual machine, more than many an operation takes. `release` gives everything back.
+    """
+    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # musl has none
+        return False
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    most, most_of_old = 2**31 - 1, 2**25  # glibc before 2.35 refuses more than 32 MiB
+    return bool(
+        (mallopt(mmap_threshold, most) or mallopt(mmap_threshold, most_of_old)) and mallopt(trim_threshold, most)
+    )
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -134,6 +157,8 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()
+    elif keep_freed_memory():
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def live_tensors(device_type: str) -> Counter[tuple[tuple[int, ...], str]]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.data.gguf_once import parsed_once
 from crosstune.errors import ModelError
 
 INPUT_NAMES = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight", "token_embd.weight")
@@ -140,13 +141,14 @@ def _gguf_rows(matrix: Matrix, ids: Sequence[int]) -> NDArray[np.float32]:
 
 def _gguf_reader(file: Path) -> Any:
     try:
-        from gguf import GGUFReader
+        import gguf
     except ImportError:
         from crosstune.errors import MissingExtra
 
         raise MissingExtra("gguf", "demo") from None
     try:
-        return GGUFReader(str(file))  # memory-mapped: nothing is read until asked for
+        with parsed_once():
+            return gguf.GGUFReader(str(file))  # memory-mapped: nothing is read until asked for
     except (OSError, ValueError, IndexError) as error:
         raise ModelError(f"{file} is no GGUF file: {error}", "Download the model again.") from None
 

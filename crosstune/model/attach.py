@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crosstune.errors import ModelError
 from crosstune.model.base import Base
-from crosstune.model.block import FUSED_ON, FusedBlock
+from crosstune.model.block import FUSED_ON, FusedBlock, kind_of
 from crosstune.model.bundle import Bundle, BundledLinear
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
 from crosstune.model.fuse import fuse
@@ -179,7 +179,7 @@ class Slots:
             layer.alone = None if bundle is None else partial(BundledLinear.apply, bundle, bundle.leaf)
             self._replace(site.name, layer)
         self._int8 = keep_no_inputs(self.base.model)
-        if FUSED_ON[self.base.device.type]:
+        if FUSED_ON[kind_of(self.base.device, self.base.dtype)]:
             fuse(self.base, lambda name: self.shards[self.base.place_of(name)].now, self._replace)
         self.recompute_first(checkpointed_layers)
 

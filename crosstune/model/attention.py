@@ -82,14 +82,18 @@ def short_rows_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = bool(module.is_causal) if is_causal is None else is_causal
-    rows_are_short = 1 < query.shape[2] == key.shape[2] <= SHORT and query.shape[-1] == value.shape[-1]
-    plain = causal and attention_mask is None and not dropout and query.dtype == torch.bfloat16
-    if plain and rows_are_short and torch.is_grad_enabled() and query.device.type == "cpu":
+    if causal and attention_mask is None and not dropout and takes_short_rows(query, key, value):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return ShortRows.apply(query, key, value, scale).transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
+
+
+def takes_short_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Rows (B, heads, T, D) whose backward pass is better done by `ShortRows`."""
+    is_short = 1 < query.shape[2] == key.shape[2] <= SHORT and query.shape[-1] == value.shape[-1]
+    return is_short and query.dtype == torch.bfloat16 and query.device.type == "cpu" and torch.is_grad_enabled()
 
 
 class ShortRows(torch.autograd.Function):

@@ -31,7 +31,14 @@ from crosstune.model.elementwise import rms_norm, rms_norm_backward, rotate_, ro
 from crosstune.model.lora import Dropout, Pass
 from crosstune.model.packed import packed_attention
 
-FUSED_ON = {"cuda": True, "mps": False, "cpu": False}  # kinds of device
+# Kinds of device. On CPUs fused blocks are no faster by themselves, but passes can lie flat then: a fifth less time in
+# bf16 (docs/speed.md, On a CPU); fp32 gains nothing.
+FUSED_ON = {"cuda": True, "mps": False, "cpu": False, "cpu bf16": True}
+
+
+def kind_of(device: torch.device, dtype: torch.dtype) -> str:
+    """The kind of device as FUSED_ON and FLAT_ON (train/cutting.py) know it."""
+    return "cpu bf16" if device.type == "cpu" and dtype == torch.bfloat16 else device.type
 
 
 @dataclass(frozen=True)

@@ -127,10 +127,8 @@ def swiglu_backward_(g_NF: Tensor, y_NO: Tensor) -> None:
         kernels.swiglu_backward_(g_NF, y_NO)
         return
     gate_NF, up_NF = y_NO.chunk(2, 1)
-    wide_NF = gate_NF.float()
-    sigma_NF = torch.sigmoid(wide_NF)
-    silu_NF = (wide_NF * sigma_NF).to(y_NO.dtype)
+    silu_NF = torch.nn.functional.silu(gate_NF)
     product_NF, grad_up_NF = silu_NF * up_NF, g_NF * silu_NF
-    gate_NF.copy_(g_NF.float() * up_NF * sigma_NF * (1 + wide_NF * (1 - sigma_NF)))
+    gate_NF.copy_(torch.ops.aten.silu_backward(g_NF * up_NF, gate_NF))
     up_NF.copy_(grad_up_NF)
     g_NF.copy_(product_NF)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from crosstune.model.base import Base
-from crosstune.model.block import FUSED_ON, fused_block, fused_norm
+from crosstune.model.block import FUSED_ON, fused_block, fused_norm, kind_of
 from crosstune.model.decoder import FusedDecoder
 from crosstune.model.lora import Pass
 
@@ -43,7 +43,7 @@ def fused_without_lanes(base: Base) -> Iterator[None]:
         setattr(parent, leaf, module)
 
     now = Pass(torch.zeros(0, device=base.device, dtype=base.dtype))
-    if FUSED_ON[base.device.type] and base.spread is None:
+    if FUSED_ON[kind_of(base.device, base.dtype)] and base.spread is None:
         fuse(base, lambda name: now, replace)
     try:
         yield

@@ -65,6 +65,9 @@ class Lanes:
 
     def outer(self, g_NO: Tensor, x_NI: Tensor) -> Tensor:
         """gᵀ x over each lane's tokens, (K, O, I)."""
+        if g_NO.device.type == "cpu" and g_NO.shape[1] > x_NI.shape[1]:
+            # torch copies the transposed one of the two: 1.9 ms for 1,536 columns, 0.2 ms for 8 (900 tokens)
+            return self.outer(x_NI, g_NO).transpose(1, 2)
         if self.ends_K is None:
             return torch.bmm(self._blocks(g_NO).transpose(1, 2), self._blocks(x_NI))
         if _in_one_kernel(x_NI):

@@ -14,11 +14,12 @@ from crosstune.data.batches import Batch, PassSize, Unit, collate, cut_step, pas
 from crosstune.data.flat import collate_flat, cut_flat, flat_size
 from crosstune.data.tokens import Tokens
 from crosstune.model.attach import Slots
+from crosstune.model.block import kind_of
 from crosstune.train.lane import Lane
 
 # Row lengths are rounded up to this many tokens: tensor cores want multiples of 8 (docs.nvidia.com, matmul guide).
 LENGTH_MULTIPLE = {"cpu": 1, "mps": 1, "cuda": 8}
-FLAT_ON = {"cuda": True, "mps": False, "cpu": False}  # kinds of device
+FLAT_ON = {"cuda": True, "mps": False, "cpu": False, "cpu bf16": True}  # kinds of device
 WASTE = 0.03  # share of padding from which on passes lie flat: attention is then 1.3 times slower, the rest is not
 LOOK_AHEAD = 2000  # steps whose passes are looked at
 
@@ -62,7 +63,7 @@ def choose_cutting(slots: Slots, lanes: Sequence[Lane], tokens: Tokens, micro_ba
     """Flat where that can be done and even passes would be padding for more than WASTE."""
     device_type = slots.base.device.type
     even = Cutting(micro_batch, LENGTH_MULTIPLE[device_type])
-    if not (FLAT_ON[device_type] and slots.takes_flat):
+    if not (FLAT_ON[kind_of(slots.base.device, slots.base.dtype)] and slots.takes_flat):
         return even
     lengths = [[sum(int(tokens.lengths[row]) for row in unit) for unit in lane.units] for lane in lanes]
     longest = max((int(tokens.lengths[row]) for lane in lanes for unit in lane.units for row in unit), default=1)

@@ -18,6 +18,7 @@ from crosstune.data.tokens import Tokens
 from crosstune.errors import DeviceError
 from crosstune.model.attach import Slots
 from crosstune.model.base import Base
+from crosstune.model.block import kind_of
 from crosstune.model.fuse import fused_without_lanes
 from crosstune.model.head import head_loss
 from crosstune.train.cutting import FLAT_ON, LENGTH_MULTIPLE
@@ -90,7 +91,7 @@ def _score(
     hits = np.zeros_like(nll, dtype=np.int64)
     waiting = []
     most_tokens = min(TOKENS_A_BATCH[base.device.type], most_tokens or sys.maxsize)
-    is_flat = FLAT_ON[base.device.type] and (base.takes_flat if slots is None else slots.takes_flat)
+    is_flat = FLAT_ON[kind_of(base.device, base.dtype)] and (base.takes_flat if slots is None else slots.takes_flat)
     batches = _flat_batches if is_flat and _differ(tokens, rows_K) else _batches
     for batch in batches(tokens, rows_K, base.device.type, most_tokens):
         on_device = DeviceBatch.of(batch, base.device)

@@ -33,7 +33,7 @@ from crosstune.train.wave import (
     WaveFinished,
 )
 
-WRITERS = 4  # adapters written at a time, while their lanes are scored
+WRITERS = 8  # adapters written at a time, while their lanes are scored
 EARLY = ".adapter.part"  # an adapter's tensors, until its scores are known
 
 

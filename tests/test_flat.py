@@ -10,6 +10,9 @@ from crosstune.data.batches import PassSize, collate
 from crosstune.data.flat import ALIGNED, collate_flat, cut_flat, flat_size
 from crosstune.model import block
 from crosstune.model.attach import attached
+from crosstune.model.base import load_base
+from crosstune.model.lanes import Lanes
+from crosstune.recipe import Model
 from crosstune.train import cutting
 from crosstune.train import wave as wave_module
 from crosstune.train.cutting import Cutting, choose_cutting
@@ -177,3 +180,26 @@ def test_scores_do_not_depend_on_how_evaluation_is_batched(base, most_tokens, mo
         np.testing.assert_array_equal(one.rows, other.rows)
         np.testing.assert_array_equal(one.hits, other.hits)
         np.testing.assert_allclose(one.nll, other.nll, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lies_flat", [False, True])
+@pytest.mark.parametrize("name", ["out", "down"])
+def test_a_small_adapter_is_not_rounded_away_beside_a_large_residual(tiny, name, lies_flat):
+    """In bf16 numbers near 12 are 1/16 apart. What a young adapter adds is far less: it must count on the average."""
+    base = load_base(Model(name=str(tiny)), None, device=torch.device("cpu"), precision="bf16")
+    draw, count = torch.Generator().manual_seed(0), 24_000
+    with attached(base, [fold_job(base, fold, k=3, lora={"dropout": 0.0}).spec for fold in range(3)]) as slots:
+        bundle = getattr(base.decoder_layers[0].parts, name)
+        ends_K = torch.tensor([count // 2, count // 4 * 3, count], dtype=torch.int32)
+        slots.begin_pass(None, Lanes.flat(ends_K, count) if lies_flat else None)
+        x_NI = torch.randn(1, bundle.inputs, generator=draw).abs().expand(count, -1).to(base.dtype).contiguous()
+        x_NI += torch.randn(count, bundle.inputs, generator=draw).to(base.dtype)  # rows alike: what is added is, too
+        h_NH = 12 * torch.randn(count, bundle.outputs, generator=draw).to(base.dtype)
+        without, _ = bundle.forward(x_NI, None, h_NH)
+        for _, layer in bundle.adapted:
+            layer.adapters.copies[1].fill_(5e-3)
+        added, low_NR = bundle.forward(x_NI, None, h_NH)
+        wanted_NH = low_NR.float().sum(1, keepdim=True) * 5e-3
+    found = (added.float() - without.float()).mean()
+    assert wanted_NH.abs().mean() < 1 / 32  # less than half of a last bit
+    assert abs(found - wanted_NH.mean()) < 0.15 * wanted_NH.mean().abs()

@@ -3,8 +3,8 @@
 lora.py has the mathematics; here it is arranged so that large tensors are read and written as rarely as can be:
 
 - Outputs lie side by side in one tensor (N, O). The adapters' part is written first, B (s · A drop(x)), and the base's
-  product is added to it by the matrix product itself; so is a residual. Backward, ∂L/∂x is the adapters' part, glow A,
-  to which the matrix product adds g W. Autograd adds nothing.
+  product is added to it by the matrix product itself, then a bias or residual. Backward, ∂L/∂x is the adapters' part,
+  glow A, to which the matrix product adds g W. Autograd adds nothing.
 - The A of all the layers are read as one matrix where they lie next to each other (attach.py sees to it), so x is read
   once for all of them.
 - A 4-bit weight is made in 16 bit once for all the layers, side by side.
@@ -81,13 +81,15 @@ class Bundle:
     ) -> tuple[Tensor, Tensor | None]:
         """(outputs side by side plus `add_NO`, the low-rank tensor that `backward` wants)."""
         low_NR = None if self.now.bypass or not self.adapted else self._low(x_NI, dropout)
-        y_NO = self._begin(x_NI, low_NR, add_NO)
+        y_NO = self._adapters_part(x_NI, low_NR)
         for columns, matrix in self._weights():
             y_NO[:, columns].addmm_(x_NI, matrix.t())
         for part in self.parts:
             if not self._is_plain(part):
                 part.frozen.add_product(y_NO[:, part.columns], x_NI)
-        return y_NO, low_NR
+            if part.frozen.bias is not None:
+                y_NO[:, part.columns] += part.frozen.bias
+        return y_NO if add_NO is None else y_NO.add_(add_NO), low_NR
 
     def backward(
         self,
@@ -152,27 +154,19 @@ class Bundle:
                 lanes.times_into(low_NR[:, part.ranks], x, a_KRI.transpose(1, 2))
         return lanes.scale_(low_NR, self.now.scale_K)
 
-    def _begin(self, x_NI: Tensor, low_NR: Tensor | None, add_NO: Tensor | None) -> Tensor:
-        """What the base's product is added to: the adapters' part, biases, and what the caller wants added."""
-        lanes = self.now.lanes
-        biases = [(part.columns, part.frozen.bias) for part in self.parts if part.frozen.bias is not None]
-        bare = low_NR is None or bool(biases) or len(self.adapted) < len(self.parts)
-        if low_NR is not None and not bare and add_NO is None:  # nothing to add to: written, not read
-            y_NO = x_NI.new_empty(len(x_NI), self.outputs)
-            for part, layer in self.adapted:
-                b_KRO = layer.adapters.copies[1].transpose(1, 2)
-                lanes.times_into(y_NO[:, part.columns], low_NR[:, part.ranks], b_KRO)
-            return y_NO
-        if low_NR is not None and not bare and add_NO is not None and len(self.parts) == 1:
-            return lanes.plus(add_NO, low_NR, self.adapted[0][1].adapters.copies[1].transpose(1, 2))
-        y_NO = x_NI.new_zeros(len(x_NI), self.outputs) if add_NO is None else add_NO.clone()
-        for columns, bias_O in biases:
-            y_NO[:, columns] += bias_O
+    def _adapters_part(self, x_NI: Tensor, low_NR: Tensor | None) -> Tensor:
+        """What the base's product is added to: the adapters' part, by itself.
+
+        In 16 bit it would vanish beside anything large: an adapter starts at B = 0, and for many steps what it adds is
+        less than half of the last bit of a residual. Beside the base's product, which isn't rounded yet, it isn't lost.
+        """
+        if low_NR is None:
+            return x_NI.new_zeros(len(x_NI), self.outputs)
+        whole = len(self.adapted) == len(self.parts)
+        y_NO = (x_NI.new_empty if whole else x_NI.new_zeros)(len(x_NI), self.outputs)
         for part, layer in self.adapted:
-            if low_NR is None:
-                break
             b_KRO = layer.adapters.copies[1].transpose(1, 2)
-            lanes.times_into(y_NO[:, part.columns], low_NR[:, part.ranks], b_KRO, add=True)
+            self.now.lanes.times_into(y_NO[:, part.columns], low_NR[:, part.ranks], b_KRO)
         return y_NO
 
     def _through_a(self, g_low_NR: Tensor, dropout: Dropout | None) -> Tensor:

@@ -47,21 +47,12 @@ class Lanes:
             return torch.bmm(self._blocks(x_NI), m_KIO).view(len(x_NI), -1)
         return self._grouped(x_NI, m_KIO)
 
-    def times_into(self, y_NO: Tensor, x_NI: Tensor, m_KIO: Tensor, *, add: bool = False) -> None:
-        """The same, written or added to `y_NO`, which may be some columns of a tensor."""
-        if self.ends_K is not None:
-            made_NO = self._grouped(x_NI, m_KIO)
-            y_NO.add_(made_NO) if add else y_NO.copy_(made_NO)
-        elif add:
-            self._blocks(y_NO).baddbmm_(self._blocks(x_NI), m_KIO)
-        else:
-            torch.bmm(self._blocks(x_NI), m_KIO, out=self._blocks(y_NO))
-
-    def plus(self, add_NO: Tensor, x_NI: Tensor, m_KIO: Tensor) -> Tensor:
-        """add + x m_k, a new tensor."""
+    def times_into(self, y_NO: Tensor, x_NI: Tensor, m_KIO: Tensor) -> None:
+        """The same, written to `y_NO`, which may be some columns of a tensor."""
         if self.ends_K is None:
-            return torch.baddbmm(self._blocks(add_NO), self._blocks(x_NI), m_KIO).view(add_NO.shape)
-        return self._grouped(x_NI, m_KIO).add_(add_NO)
+            torch.bmm(self._blocks(x_NI), m_KIO, out=self._blocks(y_NO))
+        else:
+            y_NO.copy_(self._grouped(x_NI, m_KIO))
 
     def outer(self, g_NO: Tensor, x_NI: Tensor) -> Tensor:
         """gᵀ x over each lane's tokens, (K, O, I)."""

@@ -15,8 +15,8 @@ from crosstune.sweep import Trial
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from crosstune.train.events import Event, LaneFinished
     from crosstune.train.lane import LaneJob, RowScores
-    from crosstune.train.wave import Event, LaneFinished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class FitRecorder:
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
         from crosstune.record import record_memory
+        from crosstune.train.events import LaneFinished, LaneRetired
         from crosstune.train.fault import blamed
         from crosstune.train.recover import PlanChanged, WaveSplit
-        from crosstune.train.wave import LaneFinished, LaneRetired
 
         if isinstance(event, PlanChanged | WaveSplit):
             record_memory(self.run, event, allowed=self.recipe.lint.allow)

@@ -19,10 +19,7 @@ from crosstune.export.adapter import Written, save_adapter, write_weights
 from crosstune.recipe import Recipe
 from crosstune.store.run import Run
 from crosstune.sweep import Trial
-from crosstune.train.fault import blamed
-from crosstune.train.lane import LaneJob, RowScores
-from crosstune.train.recover import PlanChanged, WaveSplit
-from crosstune.train.wave import (
+from crosstune.train.events import (
     Event,
     LaneEvaluated,
     LaneFinished,
@@ -32,6 +29,9 @@ from crosstune.train.wave import (
     StepKept,
     WaveFinished,
 )
+from crosstune.train.fault import blamed
+from crosstune.train.lane import LaneJob, RowScores
+from crosstune.train.recover import PlanChanged, WaveSplit
 
 WRITERS = 8  # adapters written at a time, while their lanes are scored
 EARLY = ".adapter.part"  # an adapter's tensors, until its scores are known
@@ -165,7 +165,7 @@ def read_base_scores(run: Run, tokens: Tokens, rows: NDArray[np.int64]) -> RowSc
 
 def record_memory(run: Run, event: PlanChanged | WaveSplit, *, allowed: Sequence[str]) -> None:
     """What happened when memory ran out, and the plan with which a continued run goes on."""
-    told = {"step": event.step, "doing": event.doing, "message": event.message}
+    told: dict[str, Any] = {"step": event.step, "doing": event.doing, "message": event.message}
     if isinstance(event, WaveSplit):
         parts = [[[job.trial, job.fold] for job in part] for part in event.parts]
         run.record("wave_split", parts=parts, **told)

@@ -17,8 +17,8 @@ from crosstune.train.ahead import is_worth_it, largest_pass
 from crosstune.train.cutting import Cutting
 from crosstune.train.lane import Lane
 from crosstune.train.recover import PlanChanged
+from crosstune.train.run_wave import run_wave
 from crosstune.train.step import step_batches
-from crosstune.train.wave import run_wave
 from tests.lanes import Outcome, fold_job, fp32_base, same_adapter, tokens_of
 from tests.test_recover import Shrinking
 

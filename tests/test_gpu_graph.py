@@ -15,8 +15,8 @@ from crosstune.progress import Quiet
 from crosstune.recipe import Evaluate, Lora, Train
 from crosstune.train import cutting, graph
 from crosstune.train.lane import LaneJob
+from crosstune.train.run_wave import run_wave
 from crosstune.train.step import DeviceBatch, run_pass
-from crosstune.train.wave import run_wave
 from tests.lanes import Outcome, PlanOf, random_tokens, same_adapter, tokens_of
 
 pytestmark = pytest.mark.gpu

@@ -33,9 +33,9 @@ from crosstune.progress import Quiet
 from crosstune.recipe import Device, Model, Recipe
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.generate import Prompt, Sampling, begin, generate_lanes
+from crosstune.train.run_wave import run_wave
 from crosstune.train.spread_optimizer import SpreadAdamW, lane_adamw
 from crosstune.train.state import Standing, pack_wave, unpack_wave
-from crosstune.train.wave import run_wave
 from tests.lanes import Outcome, PlanOf, fold_job, random_tokens, run
 from tests.tiny import CASES, make_tiny
 

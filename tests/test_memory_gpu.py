@@ -25,7 +25,7 @@ def base_of(tiny, precision):
 
 def starving(patch, at, room):
     """From optimizer step `at` on, the allocator may reserve only `room` bytes more than what is allocated then."""
-    real = wave_module._Wave._train
+    real = wave_module.Wave._train
 
     def train(self):
         if self.standing.steps == at and not hasattr(self, "starved"):
@@ -35,7 +35,7 @@ def starving(patch, at, room):
             torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
         return real(self)
 
-    patch.setattr(wave_module._Wave, "_train", train)
+    patch.setattr(wave_module.Wave, "_train", train)
 
 
 def test_a_real_out_of_memory_is_survived(tiny, monkeypatch):

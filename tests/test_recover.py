@@ -20,7 +20,7 @@ from crosstune.train import wave as wave_module
 from crosstune.train.fault import WaveFault
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.recover import LeakWatch, PlanChanged, is_out_of_memory, smaller_plan
-from crosstune.train.wave import run_wave
+from crosstune.train.run_wave import run_wave
 from tests.lanes import Outcome, PlanOf, fold_job, fp32_base, random_tokens, same_adapter
 
 
@@ -99,10 +99,10 @@ def train(base, monkeypatch, mode=None, plan=None, changes=None):
         patch.setattr(step_module, "head_loss", loss)
         patch.setattr(LaneAdamW, "judge", entering("optimizer", real["judge"]))
         patch.setattr(wave_module, "score_lanes", entering("evaluation", real["score"]))
-        patch.setattr(wave_module._Wave, "_train", stepping(wave_module._Wave._train, mode, changes))
-        patch.setattr(wave_module._Wave, "_split", entering("split", wave_module._Wave._split))
-        patch.setattr(wave_module._Wave, "_keep", entering("keep", wave_module._Wave._keep))
-        patch.setattr(wave_module._Wave, "_finish", entering("finish", wave_module._Wave._finish))
+        patch.setattr(wave_module.Wave, "_train", stepping(wave_module.Wave._train, mode, changes))
+        patch.setattr(wave_module.Wave, "_split", entering("split", wave_module.Wave._split))
+        patch.setattr(wave_module.Wave, "_keep", entering("keep", wave_module.Wave._keep))
+        patch.setattr(wave_module.Wave, "_finish", entering("finish", wave_module.Wave._finish))
         if mode is None:
             run_wave(base, jobs, tokens, plan, report=outcome.events.append, progress=Quiet())
         else:

@@ -19,9 +19,10 @@ from crosstune.progress import Quiet
 from crosstune.recipe import Stop
 from crosstune.train import wave as wave_module
 from crosstune.train.checkpoint import Checkpoints
+from crosstune.train.events import LaneEvaluated, LaneFinished, LaneRetired
 from crosstune.train.lane import LaneJob
 from crosstune.train.recover import PlanChanged
-from crosstune.train.wave import LaneEvaluated, LaneFinished, LaneRetired, run_wave
+from crosstune.train.run_wave import run_wave
 from tests.lanes import Outcome, PlanOf, fold_job, fp32_base, random_tokens, run
 from tests.test_recover import Shrinking
 

@@ -16,9 +16,10 @@ from crosstune.recipe import Recipe
 from crosstune.score_table import show_scores
 from crosstune.train import wave as wave_module
 from crosstune.train.checkpoint import Checkpoints
+from crosstune.train.events import LaneFinished, WaveFinished
 from crosstune.train.recover import PlanChanged, WaveSplit
+from crosstune.train.run_wave import run_wave
 from crosstune.train.split import halves, join, lane_names, parts_of
-from crosstune.train.wave import LaneFinished, WaveFinished, run_wave
 from tests.lanes import Outcome, fold_job, fp32_base, random_tokens, run, same_adapter
 from tests.test_recover import Shrinking
 from tests.tiny import CASES

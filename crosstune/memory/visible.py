@@ -84,8 +84,10 @@ def choose_gpus(gpus: str | Sequence[int]) -> list[Present]:
     """For a base over several GPUs: let this process see those that `gpus` names, or all, that with most free memory
     first. In the order in which torch numbers them."""
     seen = visible_gpus()
-    wanted = sorted(range(len(seen)), key=lambda place: -seen[place].free_bytes) if gpus == "auto" else list(gpus)
-    numbers = [int(gpu) for gpu in wanted]
+    if isinstance(gpus, str):
+        numbers = sorted(range(len(seen)), key=lambda place: -seen[place].free_bytes)
+    else:
+        numbers = [int(gpu) for gpu in gpus]
     _refuse_missing(numbers, seen)
     if seen:
         show_gpus(numbers)

@@ -1,4 +1,4 @@
-"""A wave: the lanes that share the base at one time, from their first step to their last score.
+"""A wave under way: the lanes that share the base at one time, step by step and score by score.
 
 Knows time (steps, evaluations, who is due), not files: what happens is told through `report`, one event at a time.
 """
@@ -16,144 +16,40 @@ from torch import Tensor
 from crosstune.data.batches import Batch
 from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
-from crosstune.model.attach import LaneSpec, Slots, attached
+from crosstune.model.attach import LaneSpec, Slots
 from crosstune.model.base import Base
-from crosstune.model.device import live_bytes, peak_bytes, release
+from crosstune.model.device import live_bytes
 from crosstune.progress import Progress, loss_words, stage
 from crosstune.train.ahead import is_worth_it, run_largest_pass
-from crosstune.train.checkpoint import Checkpoints, Packed, no_checkpoints
+from crosstune.train.checkpoint import Checkpoints, Packed
 from crosstune.train.copies import copies_that_fit
 from crosstune.train.cutting import choose_cutting, sizes_of_wave
 from crosstune.train.evaluate import score_lanes
-from crosstune.train.fault import blame_each, blamed, blamed_on_wave
+from crosstune.train.events import (
+    GivenUp,
+    LaneEvaluated,
+    LaneFinished,
+    LaneGivenUp,
+    LaneRetired,
+    LaneTrained,
+    Report,
+    StepKept,
+)
+from crosstune.train.fault import blame_each, blamed_on_wave
 from crosstune.train.graph import Passes
-from crosstune.train.lane import Lane, LaneJob, RowScores, Status
+from crosstune.train.lane import Lane, RowScores, Status
 from crosstune.train.once import Once
 from crosstune.train.recover import PlanChanged, WaveSplit, is_out_of_memory, next_smaller, smaller_plan, survive
-from crosstune.train.split import PartCheckpoints, halves, join, lane_names, parts_of
+from crosstune.train.split import halves, lane_names
 from crosstune.train.spread_optimizer import lane_adamw
 from crosstune.train.state import Standing, pack_wave, unpack_wave
 from crosstune.train.step import StepResult, step_batches, train_step
 
-
-@dataclass(frozen=True)
-class LaneEvaluated:
-    """A lane was scored on its held-out rows, under way or at the end."""
-
-    job: LaneJob
-    step: int
-    epoch: float
-    scores: RowScores
+TOLD_EARLY = 8  # adapters at most that wait in main memory for their scores
 
 
 @dataclass(frozen=True)
-class StepKept:
-    """The adapter of this step is the best so far and may be the one that is kept (train.keep: best)."""
-
-    job: LaneJob
-    step: int
-    adapter: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class LaneTrained:
-    """A lane took its last step; `adapter()` is what `LaneFinished` will hold once the lane is scored.
-
-    Told so that fetching and writing it needn't wait for the scores: another thread may do both. Whoever isn't helped
-    by that may pass it over.
-    """
-
-    job: LaneJob
-    adapter: Callable[[], Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class LaneFinished:
-    """A lane is over: its adapter under PEFT's names, its final scores, its training losses step by step."""
-
-    job: LaneJob
-    status: Status
-    reason: str
-    steps: int
-    kept_step: int
-    scores: RowScores
-    adapter: Mapping[str, Tensor]
-    losses: tuple[float, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class LaneRetired:
-    """A lane failed. Nothing of it is kept."""
-
-    job: LaneJob
-    reason: str
-    step: int
-
-
-@dataclass(frozen=True)
-class LaneGivenUp:
-    """A lane's trial was given up by the sweep while the lane was under way. Nothing of it is kept."""
-
-    job: LaneJob
-    reason: str
-    step: int
-
-
-@dataclass(frozen=True)
-class WaveFinished:
-    """All lanes of the wave are over. Bytes of the device: alive before and after, and the peak between."""
-
-    jobs: tuple[LaneJob, ...]
-    steps: int
-    tokens: int
-    seconds: float
-    live_bytes_before: int
-    live_bytes_after: int
-    peak_bytes: int
-
-
-LaneEvent = LaneEvaluated | StepKept | LaneTrained | LaneFinished | LaneRetired | LaneGivenUp
-Event = LaneEvent | PlanChanged | WaveSplit | WaveFinished
-Report = Callable[[Event], None]
-GivenUp = Callable[[LaneJob], str]  # why the lane's trial is given up; empty if it isn't
-
-
-def run_wave(
-    base: Base,
-    jobs: Sequence[LaneJob],
-    tokens: Tokens,
-    plan: Plan,
-    *,
-    report: Report,
-    progress: Progress,
-    checkpoints: Checkpoints | None = None,
-    given_up: GivenUp = lambda job: "",
-) -> Plan:
-    """Train and score all `jobs` together; tell `report` what happens. Goes on from the wave's newest checkpoint.
-
-    Returns the plan that it ended with: a smaller one than `plan` if memory ran out (train/recover.py).
-    What was reported between that checkpoint and the end of the process that wrote it is reported again, unchanged.
-    """
-    before, begun = live_bytes(base.device), time.monotonic()
-    shared = _Shared(base, tokens, report, progress, given_up, tuple(job.spec for job in jobs))
-    steps, trained, plan = _run(shared, jobs, plan, checkpoints or no_checkpoints())
-    report(
-        WaveFinished(
-            tuple(jobs),
-            steps,
-            trained,
-            time.monotonic() - begun,
-            before,
-            live_bytes(base.device),
-            peak_bytes(base.device),
-        )
-    )
-    return plan
-
-
-@dataclass(frozen=True)
-class _Shared:
+class Shared:
     """What all parts of a wave are run with. `among`: all its lanes."""
 
     base: Base
@@ -164,64 +60,7 @@ class _Shared:
     among: tuple[LaneSpec, ...]
 
 
-def _run(shared: _Shared, jobs: Sequence[LaneJob], plan: Plan, checkpoints: Checkpoints) -> tuple[int, int, Plan]:
-    """All lanes together or, where memory doesn't do for that, in parts (train/split.py): steps, tokens, plan."""
-    packed = checkpoints.load()
-    parts = parts_of(packed)
-    if parts is None:
-        try:
-            return _run_together(shared, jobs, plan, checkpoints, packed)
-        except _Split as split:
-            parts, plan = halves(split.packed), split.plan
-        release(shared.base.device)
-        checkpoints.save(join(parts))
-    steps = trained = 0
-    for at, part in enumerate(parts):
-        names = lane_names(part)
-        kept = PartCheckpoints(checkpoints, parts, at)
-        done, tokens, plan = _run(shared, [job for job in jobs if job.name in names], plan, kept)
-        steps, trained = max(steps, done), trained + tokens
-    return steps, trained, plan
-
-
-def _run_together(
-    shared: _Shared, jobs: Sequence[LaneJob], plan: Plan, checkpoints: Checkpoints, packed: Packed | None
-) -> tuple[int, int, Plan]:
-    specs, progress = [job.spec for job in jobs], shared.progress
-    count = plan.checkpointed_layers
-    with attached(shared.base, specs, checkpointed_layers=count, among=shared.among) as slots:
-        lanes = [_start(job, shared.tokens, shared.report) for job in jobs]
-        wave = _Wave(slots, lanes, plan, shared, checkpoints)
-        wave.go_on(packed)
-        with stage(progress, "train", max(lane.last_step for lane in wave.lanes)):
-            progress.advance(wave.standing.steps)
-            with checkpoints.interrupts.waiting_for_a_step():
-                wave.look_ahead()
-                wave.evaluate()
-                while any(lane.is_fed for lane in wave.lanes):
-                    wave.step()
-                    progress.advance(**wave.facts())
-                    wave.evaluate()
-                    wave.keep_if_due()
-        if isinstance(checkpoints, PartCheckpoints):  # the other parts' checkpoints say that this one is over
-            checkpoints.parts[checkpoints.at] = pack_wave(slots, wave.optimizer, wave.lanes, wave.standing)
-        return wave.standing.steps, wave.standing.trained, wave.plan
-
-
-def _start(job: LaneJob, tokens: Tokens, report: Report) -> Lane:
-    """The lane before its first step; one that has failed already if that raises."""
-    lane = Lane(job, [], (), 0)
-
-    def broken(reason: str) -> None:
-        lane.fail(reason, Status.BROKEN)
-        report(LaneRetired(job, reason, 0))
-
-    with blamed(broken):
-        lane = Lane.start(job, tokens)
-    return lane
-
-
-class _Split(BaseException):
+class Split(BaseException):
     """Memory doesn't do for all lanes, whatever the plan."""
 
     def __init__(self, packed: Packed, plan: Plan) -> None:
@@ -229,17 +68,14 @@ class _Split(BaseException):
         self.packed, self.plan = packed, plan
 
 
-TOLD_EARLY = 8  # adapters at most that wait in main memory for their scores
-
-
 class _Cut(BaseException):
     """The run is to end, in the middle of an evaluation: nothing has changed since the step before it."""
 
 
-class _Wave:
+class Wave:
     """The lanes of a wave under way, and what they share."""
 
-    def __init__(self, slots: Slots, lanes: list[Lane], plan: Plan, shared: _Shared, checkpoints: Checkpoints) -> None:
+    def __init__(self, slots: Slots, lanes: list[Lane], plan: Plan, shared: Shared, checkpoints: Checkpoints) -> None:
         self.slots, self.lanes, self.plan, self.checkpoints = slots, lanes, plan, checkpoints
         self.tokens, self.report, self.progress = shared.tokens, shared.report, shared.progress
         self.given_up = shared.given_up
@@ -342,7 +178,7 @@ class _Wave:
         jobs = {lane.job.name: lane.job for lane in self.lanes}
         parts = tuple(tuple(jobs[name] for name in lane_names(part)) for part in halves(packed))
         self.report(WaveSplit(tuple(jobs.values()), self.standing.steps, doing, message, parts))
-        raise _Split(packed, self.plan)
+        raise Split(packed, self.plan)
 
     def _keep_the_old_plans_work(self) -> None:
         """A checkpoint, so that a run which ends now doesn't train it again with the new plan; if memory allows."""

@@ -15,10 +15,11 @@ from crosstune.model.device import Place, free_bytes
 from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.copies import copies_that_fit
+from crosstune.train.events import Event, GivenUp, Report
 from crosstune.train.fault import WaveFault
 from crosstune.train.lane import LaneJob
 from crosstune.train.recover import LeakWatch, PlanChanged, WaveSplit, compare_peak
-from crosstune.train.wave import Event, GivenUp, Report, run_wave
+from crosstune.train.run_wave import run_wave
 from crosstune.workers.waves import fail_wave
 
 

@@ -30,10 +30,10 @@ from crosstune.memory.visible import show_gpus
 from crosstune.progress import Progress, stage
 from crosstune.recipe import Recipe
 from crosstune.train.checkpoint import Checkpoints
+from crosstune.train.events import GivenUp, Report
 from crosstune.train.fault import WaveFault, reason_of
 from crosstune.train.lane import LaneJob
 from crosstune.train.recover import PlanChanged, WaveSplit
-from crosstune.train.wave import GivenUp, Report
 from crosstune.units import bytes_words
 from crosstune.workers.waves import fail_wave, key
 from crosstune.workers.worker import Asking, Kept, Moved, Order, Stopped, Worker

@@ -15,8 +15,8 @@ from crosstune.scores import fold_scores
 from crosstune.search import Search, mean_score
 from crosstune.store.run import Run
 from crosstune.sweep import Trial
+from crosstune.train.events import Event, LaneEvaluated, LaneFinished, LaneRetired, Report
 from crosstune.train.lane import LaneJob
-from crosstune.train.wave import Event, LaneEvaluated, LaneFinished, LaneRetired, Report
 from crosstune.workers.waves import cut_waves, key
 
 MakeJobs = Callable[[Trial], Sequence[LaneJob]]

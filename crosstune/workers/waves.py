@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
+from crosstune.train.events import LaneRetired, Report
 from crosstune.train.lane import LaneJob
-from crosstune.train.wave import LaneRetired, Report
 
 Key = tuple[int, int | None]  # trial, fold
 

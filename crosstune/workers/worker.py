@@ -160,7 +160,8 @@ class Worker:
 
         from crosstune.interrupt import Interrupted
         from crosstune.train.checkpoint import Checkpoints
-        from crosstune.train.wave import LaneTrained, run_wave
+        from crosstune.train.events import LaneTrained
+        from crosstune.train.run_wave import run_wave
 
         class Relayed(Checkpoints):
             """Checkpoints that are kept elsewhere."""

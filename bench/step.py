@@ -27,7 +27,7 @@ from crosstune.data.tokens import Tokens
 from crosstune.model import block
 from crosstune.model.attach import Slots, attached, resolve_targets
 from crosstune.model.base import Base, adopt
-from crosstune.recipe import Evaluate, Lora, Train
+from crosstune.sections import Evaluate, Lora, Train
 from crosstune.train.lane import Lane, LaneJob
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.step import DeviceBatch, run_pass, train_step

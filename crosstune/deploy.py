@@ -15,8 +15,9 @@ from crosstune.data.tokenizer import longest_row
 from crosstune.data.tokens import tokenize
 from crosstune.errors import DataError, RunError, refuse
 from crosstune.progress import Progress
-from crosstune.recipe import Data, Lora, Recipe
+from crosstune.recipe import Recipe
 from crosstune.result import Result
+from crosstune.sections import Data, Lora
 from crosstune.store.run import Run
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ from crosstune.fitted import Expected, Fit, Fitted, expected_of
 from crosstune.inputs import Inputs, judge, read_asked_rows
 from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.progress import Progress, choose_progress
-from crosstune.recipe import Folds, Recipe
+from crosstune.recipe import Recipe
 from crosstune.resources import open_run, open_workers, plan_lanes, random_state_kept, settle_plan
 from crosstune.result import Result
+from crosstune.sections import Folds
 from crosstune.splits import Fold, split_rows
 from crosstune.store.run import Run
 from crosstune.sweep import Trial, make_trial, read_sweep, share_of_rows

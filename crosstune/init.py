@@ -15,7 +15,8 @@ from statistics import median
 from crosstune.data.load import load_rows
 from crosstune.data.rows import Rows, content_parts
 from crosstune.errors import DataError, RecipeError
-from crosstune.recipe import Data, parse_yaml, write_text
+from crosstune.recipe import parse_yaml, write_text
+from crosstune.sections import Data
 
 LABEL_NAMES = ("label", "category", "class", "intent", "topic", "target", "sentiment", "type")
 GROUP_NAMES = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from crosstune.data.rows import Rows, normal_key
 from crosstune.errors import Finding, Place
 from crosstune.fold_units import NUMBERS_SAID, Fold, hashable, listed
-from crosstune.recipe import STRATIFIED_KINDS, Folds
+from crosstune.sections import STRATIFIED_KINDS, Folds
 
 
 def find_leaks(rows: Rows, folds: Sequence[Fold], asked: Folds | None = None) -> list[Finding]:

@@ -28,7 +28,7 @@ from crosstune.fold_units import (
     stay_together,
 )
 from crosstune.leaks import find_leaks
-from crosstune.recipe import GROUP_KINDS, STRATIFIED_KINDS, Folds
+from crosstune.sections import GROUP_KINDS, STRATIFIED_KINDS, Folds
 
 _GROUPED = {"kfold": "group", "stratified": "stratified-group", "leave-one-out": "leave-one-group-out"}
 __all__ = ["Fold", "check_folds", "find_leaks", "fold_table", "split_rows"]

@@ -21,7 +21,8 @@ from crosstune.axes import Axis, read_axis
 from crosstune.errors import RecipeError
 from crosstune.metrics import find_metric
 from crosstune.mistakes import ALIASES
-from crosstune.recipe import Float, Int, Recipe, Section, options
+from crosstune.recipe import Recipe, options
+from crosstune.sections import Float, Int, Section
 
 # The base and the rows are shared by all lanes of a wave, and trials are compared on the same folds.
 SWEPT_SECTIONS = ("lora", "train")

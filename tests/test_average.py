@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from crosstune.errors import ModelError
 from crosstune.export import merge
 from crosstune.export.average import average_adapters
-from crosstune.recipe import Lora
+from crosstune.sections import Lora
 from tests.adapters import TARGETS, random_adapter
 from tests.test_export import export
 

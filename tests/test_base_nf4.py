@@ -11,7 +11,7 @@ from crosstune.memory.estimate import Settings
 from crosstune.memory.gpus import find_gpu
 from crosstune.memory.shape import ModelShape
 from crosstune.model.base import load_base
-from crosstune.recipe import Model
+from crosstune.sections import Model
 from crosstune.train.rehearse import rehearse
 
 

@@ -14,7 +14,7 @@ from crosstune.model.attach import LaneSpec, attached, resolve_targets
 from crosstune.model.base import adopt
 from crosstune.model.block import FusedBlock, FusedNorm
 from crosstune.model.lora import LaneLinear
-from crosstune.recipe import Lora
+from crosstune.sections import Lora
 from crosstune.train.step import DeviceBatch, run_pass
 from tests.lanes import random_tokens
 

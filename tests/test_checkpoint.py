@@ -157,7 +157,7 @@ import sys
 from pathlib import Path
 
 from crosstune.errors import RunError
-from crosstune.recipe import Lora
+from crosstune.sections import Lora
 from tests.test_export import export
 
 disk, model = map(Path, sys.argv[1:])
@@ -187,7 +187,7 @@ from pathlib import Path
 
 from crosstune.errors import CrosstuneError
 from crosstune.export import merge
-from crosstune.recipe import Lora
+from crosstune.sections import Lora
 from tests.test_export import export
 
 disk, model = map(Path, sys.argv[1:])

@@ -25,7 +25,8 @@ from crosstune.data.tokenizer import ready_tokenizer
 from crosstune.data.tokens import tokenize
 from crosstune.errors import CrosstuneError
 from crosstune.progress import Quiet
-from crosstune.recipe import Data, Evaluate, Lora, Model, Recipe, Train
+from crosstune.recipe import Recipe
+from crosstune.sections import Data, Evaluate, Lora, Model, Train
 from crosstune.store.run import Run
 from crosstune.train import wave
 from crosstune.train.cutting import Cutting

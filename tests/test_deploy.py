@@ -16,7 +16,7 @@ from crosstune.errors import DataError, ModelError, RunError
 from crosstune.fitting import fit
 from crosstune.nested import nested_cross_validate
 from crosstune.progress import Quiet
-from crosstune.recipe import Data
+from crosstune.sections import Data
 from crosstune.store.run import Run
 from crosstune.train.generate import Sampling
 from tests.test_fit import CHAT8, CHAT24, LORA, recipe, run_folds

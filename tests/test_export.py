@@ -17,7 +17,7 @@ from crosstune.errors import RunError
 from crosstune.export import save_adapter
 from crosstune.export.serve import go_template, serve_commands, write_modelfile
 from crosstune.export.turns import plain_turns
-from crosstune.recipe import Lora
+from crosstune.sections import Lora
 from tests.adapters import TARGETS, random_adapter, target_modules
 
 I02 = re.compile(r"^base_model\.model\.model\.layers\.[01]\.self_attn\.[qv]_proj\.lora_[AB]\.weight$")

@@ -17,7 +17,7 @@ from crosstune.data.questions import Choices, make_choices, question, read_label
 from crosstune.data.tokens import tokenize
 from crosstune.errors import DataError, DeviceError
 from crosstune.model.attach import LaneSpec, attached, resolve_targets
-from crosstune.recipe import Data, Lora
+from crosstune.sections import Data, Lora
 from crosstune.train.choice import score_labels
 from crosstune.train.generate import Prompt, Sampling, begin, choose_tokens, generate_lanes
 from tests.adapters import random_adapter

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from crosstune.errors import ModelError
 from crosstune.export import merge
 from crosstune.export.gguf import Layout, rope_factors, write_gguf
-from crosstune.recipe import Lora
+from crosstune.sections import Lora
 from tests.adapters import TARGETS
 from tests.test_export import export
 from tests.test_merge import logits, with_adapter

@@ -12,7 +12,7 @@ from crosstune.data.flat import collate_flat, flat_size
 from crosstune.model.attach import Slots, attached, resolve_targets
 from crosstune.model.base import adopt
 from crosstune.progress import Quiet
-from crosstune.recipe import Evaluate, Lora, Train
+from crosstune.sections import Evaluate, Lora, Train
 from crosstune.train import cutting, graph
 from crosstune.train.lane import LaneJob
 from crosstune.train.run_wave import run_wave

@@ -30,7 +30,8 @@ from crosstune.model.device import choose_device
 from crosstune.model.shards import put
 from crosstune.model.spread import Spread, device_map, empty_model
 from crosstune.progress import Quiet
-from crosstune.recipe import Device, Model, Recipe
+from crosstune.recipe import Recipe
+from crosstune.sections import Device, Model
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.generate import Prompt, Sampling, begin, generate_lanes
 from crosstune.train.run_wave import run_wave

@@ -13,7 +13,8 @@ from crosstune.data.lint.catalogue import FAULTS, SECTIONS
 from crosstune.data.lint.fault import Fault
 from crosstune.data.lint.faults_file import chat
 from crosstune.data.lint.faults_rows import PLAIN_ROWS
-from crosstune.recipe import Model, Recipe
+from crosstune.recipe import Recipe
+from crosstune.sections import Model
 from crosstune.yaml_text import parse_yaml
 from tests.lintbed import tiny_models
 

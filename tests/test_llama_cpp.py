@@ -12,7 +12,7 @@ from crosstune.export.answer import encode_questions
 from crosstune.export.gguf import write_gguf
 from crosstune.fitting import fit
 from crosstune.progress import Quiet
-from crosstune.recipe import Data
+from crosstune.sections import Data
 from tests.test_deploy import LEARN_BY_HEART
 from tests.test_fit import CHAT8, recipe
 from tests.tiny import make_tiny

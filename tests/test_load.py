@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from crosstune.data.load import Row, load_rows, read_rows
 from crosstune.data.rows import content_key, normal_key
 from crosstune.errors import CrosstuneError, DataError, Finding, MissingExtra
-from crosstune.recipe import Data
+from crosstune.sections import Data
 
 
 def load(source: Any, **options: Any):

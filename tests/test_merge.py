@@ -21,7 +21,7 @@ from crosstune.errors import CrosstuneError, ModelError, RunError
 from crosstune.export import merge
 from crosstune.export.verify import EncodedRow, encode_prompts
 from crosstune.export.weights import weights_checksums
-from crosstune.recipe import Lora
+from crosstune.sections import Lora
 from tests.adapters import TARGETS, random_adapter
 from tests.test_export import export
 from tests.tiny import make_tiny

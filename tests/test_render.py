@@ -14,7 +14,7 @@ from crosstune.data.load import load_rows
 from crosstune.data.render import Renderer, Span, render_row
 from crosstune.data.template import ChatTemplate, RowError
 from crosstune.errors import CrosstuneError, ModelError
-from crosstune.recipe import Data
+from crosstune.sections import Data
 from tests.tiny import INSTRUCT, OPEN, TURN
 
 BOS, EOT, EOS = "<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"

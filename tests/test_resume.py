@@ -16,7 +16,7 @@ from crosstune.errors import RunError
 from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.model.base import Base
 from crosstune.progress import Quiet
-from crosstune.recipe import Stop
+from crosstune.sections import Stop
 from crosstune.train import wave as wave_module
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import LaneEvaluated, LaneFinished, LaneRetired

@@ -11,11 +11,12 @@ import pytest
 from crosstune.cli import main
 from crosstune.data.load import load_rows
 from crosstune.errors import RunError
-from crosstune.recipe import Data, Recipe
+from crosstune.recipe import Recipe
 from crosstune.report import report_page
 from crosstune.result import Result
 from crosstune.review import compare_runs, epoch_choice, learning_curve, review_rows, say_learning_curve
 from crosstune.scores import record_pooled
+from crosstune.sections import Data
 from crosstune.store.run import Run
 from crosstune.suspects import read_row_numbers
 

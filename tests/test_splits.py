@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from crosstune.data.load import load_rows
 from crosstune.data.rows import Rows, normal_key
 from crosstune.errors import DataError, Refused
-from crosstune.recipe import Data, Folds
+from crosstune.sections import Data, Folds
 from crosstune.splits import Fold, check_folds, find_leaks, fold_table, split_rows
 
 

@@ -18,7 +18,7 @@ from crosstune.data.rows import Rows
 from crosstune.data.tokenizer import load_tokenizer, ready_tokenizer
 from crosstune.data.tokens import Tokens, tokenize
 from crosstune.errors import ModelError
-from crosstune.recipe import Data, Model
+from crosstune.sections import Data, Model
 from tests.tiny import CASES, INSTRUCT, OPEN, TURN
 
 BOS_ID, EOS_ID, PAD_ID, OPEN_ID, CLOSE_ID, EOT_ID = 360, 361, 364, 366, 367, 368

@@ -20,7 +20,7 @@ from crosstune.data.tokens import Tokens
 from crosstune.inputs import judge, read_asked_rows
 from crosstune.model.attach import PEFT_PREFIX, LaneSpec, Site, _initial_a
 from crosstune.progress import Quiet
-from crosstune.recipe import Lora
+from crosstune.sections import Lora
 from crosstune.splits import Fold, split_rows
 
 RANK, ALPHA, BATCH = 16, 32, 4

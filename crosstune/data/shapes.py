@@ -14,7 +14,7 @@ from typing import Any
 from crosstune.data.rows import NOTHING, Row, Shape, Turn, unknown_column
 from crosstune.data.turns import Fault, kind_of, missing, read_turn, surrogate_path
 from crosstune.errors import DataError, Finding, Place
-from crosstune.recipe import Data
+from crosstune.sections import Data
 
 Record = dict[str, Any]
 CONVERSATIONS = ("messages", "conversations", "conversation")

@@ -39,7 +39,7 @@ from crosstune.export.saved import (
 from crosstune.export.verify import quiet_products
 from crosstune.model.base import hub_arguments, load_base
 from crosstune.model.device import choose_device
-from crosstune.recipe import Data, Device, Model
+from crosstune.sections import Data, Device, Model
 from crosstune.train.generate import Sampling
 
 BASE = "base"  # among the sources: the base of the first adapter, without any

@@ -32,7 +32,7 @@ from crosstune.model.fuse import fuse
 from crosstune.model.lanes import ALIGNED, Lanes
 from crosstune.model.lora import Adapters, LaneLinear, Pass
 from crosstune.model.shards import Shard, Site, lay_out, put, whole
-from crosstune.recipe import Lora
+from crosstune.sections import Lora
 
 PEFT_PREFIX = "base_model.model."
 DRAWERS = min(8, os.cpu_count() or 1)  # threads that draw initial values, each layer's from its own generator

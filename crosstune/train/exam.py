@@ -25,7 +25,7 @@ from crosstune.data.tokens import Tokens, tokenize
 from crosstune.fold_units import Fold
 from crosstune.metrics import Metric, find_metrics
 from crosstune.model.base import Base
-from crosstune.recipe import Data, Evaluate
+from crosstune.sections import Data, Evaluate
 from crosstune.train.choice import score_labels
 from crosstune.train.generate import Prompt, Sampling, generate_lanes, longest_answer
 

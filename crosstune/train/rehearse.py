@@ -29,7 +29,7 @@ from crosstune.model import block, elementwise, head
 from crosstune.model.attach import Slots, attached, resolve_targets
 from crosstune.model.attention import REPEATED, register
 from crosstune.model.base import DTYPES, Base
-from crosstune.recipe import Evaluate, Lora, Train
+from crosstune.sections import Evaluate, Lora, Train
 from crosstune.train import generate
 from crosstune.train import step as training
 from crosstune.train.generate import Prompt

@@ -23,7 +23,7 @@ from crosstune.store.files import write_file
 if TYPE_CHECKING:
     from crosstune.data.tokens import Tokens
     from crosstune.memory.plan import Plan
-    from crosstune.recipe import Device, Model
+    from crosstune.sections import Device, Model
     from crosstune.train.lane import LaneJob
 
 TOLD_EVERY_SECONDS = 0.5  # progress of a worker; a step may last a millisecond

@@ -32,7 +32,8 @@ from crosstune.data.tokenizer import NO_LIMIT, ReadyTokenizer, choose_pad, find_
 from crosstune.errors import DataError, Finding, ModelError, Place
 from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, Quiet, stage
-from crosstune.recipe import Data, Model, Recipe
+from crosstune.recipe import Recipe
+from crosstune.sections import Data, Model
 from crosstune.splits import Fold
 from crosstune.suspects import read_row_numbers
 

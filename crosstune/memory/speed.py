@@ -1,7 +1,7 @@
 """How long a step takes, roughly: enough to rank plans, and said as "about".
 
 Calibrated on one H200 (Llama-3-8B shape, NF4 and bf16, 1 to 8 lanes, 32 to 2,048 tokens): the largest of arithmetic at
-45% of the card's rate and of kernel launches, plus what a quantised base costs to dequantise.
+65% of the card's rate and of kernel launches, plus what a quantised base costs to dequantise.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from crosstune.memory.gpus import Machine
 from crosstune.memory.precision import native_cpu_bf16
 from crosstune.memory.shape import ModelShape
 
-# A block's forward and backward, launched kernel by kernel: 32 blocks took 213–225 ms, 295–310 ms with recomputation.
-LAUNCH_SECONDS = 6.7e-3
+# A fused block's forward and backward, launched kernel by kernel: 32 took 148–190 ms; those of transformers 213–225 ms,
+# 295–310 ms with recomputation.
+LAUNCH_SECONDS = 5.2e-3
 RELAUNCH_SECONDS = 2.6e-3
 # The demo (SmolLM2-135M, 5 lanes) on 2 cores of an EPYC with AVX-512 BF16: 75 GFLOP/s a core in fp32, 180 in bf16.
 CPU_BF16_GAIN = 2.4
-# Products over few tokens don't fill a GPU: five lanes of the 8B model, each step one CUDA graph, reached 28, 41 and
-# 43% of an H200's rate with 640, 2,560 and 10,240 tokens a pass. Beyond some 16,000 nothing is gained.
+# Products over few tokens don't fill a GPU: lanes of the 8B model reached 52, 66 and 69% of an H200's rate with 512,
+# 2,560 and 10,240 tokens a pass in fused blocks, a fifth less in transformers' own. Nothing is gained beyond 16,000.
 HALF_RATE_TOKENS, FULL_RATE_TOKENS = 300, 16384
-ARITHMETIC_SHARE = {"cuda": 0.45, "mps": 0.4, "cpu": 0.6}
+ARITHMETIC_SHARE = {"cuda": 0.65, "mps": 0.4, "cpu": 0.6}
 
 
 def pass_seconds(shape: ModelShape, settings: Settings, machine: Machine, tokens: float) -> float:

@@ -146,6 +146,7 @@ def _train(run: Run, work: _Work) -> None:
     """Everything between an opened run and its last lane."""
     from crosstune.record import Recorder
     from crosstune.train.checkpoint import Checkpoints
+    from crosstune.train.fault import blamed
     from crosstune.workers.schedule import Schedule
 
     recipe, plan, progress = work.recipe, work.plan, work.progress
@@ -175,7 +176,8 @@ def _train(run: Run, work: _Work) -> None:
     )  # fmt: skip
     schedule.catch_up()
     write_out_of_fold(run)
-    record_pooled(run)
+    with blamed(_refuse_metric):  # all lanes are over: no lane's fault
+        record_pooled(run)
     review_rows(run, work.rows, say=progress.say)
 
 
@@ -201,6 +203,13 @@ def _examine_base(run: Run, work: _Work) -> Callable[[Sequence[LaneJob]], None] 
         if examiner is not None and work.exam is not None:
             examiner.examine_base("few-shot", work.held_out.tolist(), few_shot_exam(work.exam, shown))
     return None if examiner is None else examiner.examine
+
+
+def _refuse_metric(reason: str) -> None:
+    raise RecipeError(
+        f"evaluate.metrics: judging all answers together raised {reason}",
+        "Mend that metric and give the same command again: every lane is kept.",
+    )
 
 
 def _write_groups(run: Run, rows: Rows, column: str | None) -> None:

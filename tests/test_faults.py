@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from crosstune import record as record_module
+from crosstune import scores as scores_module
 from crosstune.cli import main
 from crosstune.crossval import cross_validate
 from crosstune.data.tokens import Tokens
@@ -248,6 +249,20 @@ def test_a_metric_that_raises_for_the_base_is_refused_before_any_lane_is_trained
     with pytest.raises(RecipeError, match="the untuned base raised ZeroDivisionError: no word in an answer"):
         cross_validate(asked(tiny, cases, tmp_path / "run", evaluate=evaluate), progress=Quiet())
     assert not Run.read(tmp_path / "run").events("lane_evaluated")
+
+
+def test_a_metric_that_raises_over_all_rows_is_refused_and_every_lane_is_kept(
+    tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = asked(tiny, cases, tmp_path / "run", evaluate={"metrics": ["loss", "exact_match"], "max_new_tokens": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(scores_module, "pool_marks", lambda metrics, marks, groups: broken_metric([], []))
+        with pytest.raises(RecipeError, match="all answers together raised ZeroDivisionError: no word in an answer"):
+            cross_validate(recipe, progress=Quiet())
+    kept = Run.read(tmp_path / "run").finished_lanes()
+    result = cross_validate(recipe, progress=Quiet())
+    assert len(kept) == 3 and not result.failed
+    assert result.trials[0]["metrics"]["exact_match"]["pooled"] is not None
 
 
 def test_a_fit_that_raises_is_a_failed_lane_with_its_reason(

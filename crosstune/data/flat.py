@@ -26,7 +26,7 @@ WIDTH_MULTIPLE = 64  # tokens of a whole pass
 def cut_flat(units_K: Sequence[Sequence[Unit]], lengths: NDArray[np.int64], most_tokens: int) -> list[list[list[Unit]]]:
     """One step's units → as few passes as hold `most_tokens` each, about equal: longest first, to the emptiest."""
     found = [
-        (sum(_aligned(int(lengths[row])) for row in unit), lane, place)
+        (sum(aligned(int(lengths[row])) for row in unit), lane, place)
         for lane, units in enumerate(units_K)
         for place, unit in enumerate(units)
     ]
@@ -48,7 +48,7 @@ def cut_flat(units_K: Sequence[Sequence[Unit]], lengths: NDArray[np.int64], most
 def flat_size(tokens: Tokens, units_K: Sequence[Sequence[Unit]], longest: int) -> PassSize:
     """The smallest size that holds a pass; `longest`: tokens that no row of the wave exceeds."""
     lanes = [[row for unit in units for row in unit] for units in units_K]
-    width = sum(_aligned(sum(int(tokens.lengths[row]) for row in rows)) for rows in lanes)
+    width = sum(aligned(sum(int(tokens.lengths[row]) for row in rows)) for rows in lanes)
     width = max(1, math.ceil(width / WIDTH_MULTIPLE)) * WIDTH_MULTIPLE
     targets = sum(int(tokens.targets[row]) for rows in lanes for row in rows)
     return PassSize(sum(map(len, lanes)), width, max(1, targets), longest)
@@ -84,7 +84,7 @@ def collate_flat(
             counts[-1] += len(where)
             cuts.append(stop)
             at, num_tokens = stop, num_tokens + len(ids)
-        at = _pad_to(_aligned(at), cuts, size.longest)
+        at = _pad_to(aligned(at), cuts, size.longest)
         ends.append(at)
     _pad_to(size.width, cuts, size.longest)
     ends[-1] = size.width
@@ -98,7 +98,8 @@ def collate_flat(
     )  # fmt: skip
 
 
-def _aligned(count: int) -> int:
+def aligned(count: int) -> int:
+    """Tokens, rounded up to what a grouped product reads."""
     return -(-count // ALIGNED) * ALIGNED
 
 

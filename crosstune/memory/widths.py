@@ -22,7 +22,8 @@ from crosstune.memory.shape import ModelShape
 from crosstune.memory.speed import counts_near, step_seconds
 from crosstune.units import bytes_words, seconds_words
 
-LENGTH_MULTIPLE = {"cuda": 8}  # rows are padded to a multiple of this (train/step.py)
+# Row lengths are rounded up to this many tokens: tensor cores want multiples of 8 (docs.nvidia.com, matmul guide).
+LENGTH_MULTIPLE = {"cpu": 1, "mps": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Job:
     @property
     def tokens(self) -> int:
         """Tokens of the longest row as it is padded: a pass must survive it, whenever it comes."""
-        multiple = LENGTH_MULTIPLE.get(self.machine.kind, 1)
+        multiple = LENGTH_MULTIPLE[self.machine.kind]
         return max(2, -(-int(np.max(self.lengths)) // multiple) * multiple)
 
 

@@ -28,7 +28,7 @@ from crosstune.model.base import Base
 from crosstune.model.block import FUSED_ON, FusedBlock, kind_of
 from crosstune.model.bundle import Bundle, BundledLinear
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
-from crosstune.model.fuse import fuse
+from crosstune.model.fuse import fuse, swap
 from crosstune.model.lanes import ALIGNED, Lanes
 from crosstune.model.lora import Adapters, LaneLinear, Pass
 from crosstune.model.shards import Shard, Site, lay_out, put, whole
@@ -217,10 +217,7 @@ class Slots:
         return self.base.takes_flat and aligned and not isinstance(self.base.head, LaneLinear)
 
     def _replace(self, name: str, module: nn.Module) -> None:
-        parent_name, _, leaf = name.rpartition(".")
-        parent = self.base.model.get_submodule(parent_name)
-        self._replaced.append((parent, leaf, getattr(parent, leaf)))
-        setattr(parent, leaf, module)
+        self._replaced.append(swap(self.base, name, module))
         if self.base.spread is not None:
             self.base.spread.follow(name, module)
 

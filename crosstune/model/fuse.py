@@ -31,20 +31,22 @@ def fuse(base: Base, now_of: Callable[[str], Pass], replace: Callable[[str, nn.M
         base.fused = FusedDecoder.of(base.decoder)
 
 
+def swap(base: Base, name: str, module: nn.Module) -> tuple[nn.Module, str, nn.Module]:
+    """Put a module in the place of the one of that name; says what undoes it: setattr(parent, leaf, what was there)."""
+    parent_name, _, leaf = name.rpartition(".")
+    parent = base.model.get_submodule(parent_name)
+    old = parent.get_submodule(leaf)
+    setattr(parent, leaf, module)
+    return parent, leaf, old
+
+
 @contextmanager
 def fused_without_lanes(base: Base) -> Iterator[None]:
     """The bare base in fused blocks, where those run, for what is asked of it alone."""
     found: list[tuple[nn.Module, str, nn.Module]] = []
-
-    def replace(name: str, module: nn.Module) -> None:
-        parent_name, _, leaf = name.rpartition(".")
-        parent = base.model.get_submodule(parent_name)
-        found.append((parent, leaf, parent.get_submodule(leaf)))
-        setattr(parent, leaf, module)
-
     now = Pass(torch.zeros(0, device=base.device, dtype=base.dtype))
     if FUSED_ON[kind_of(base.device, base.dtype)] and base.spread is None:
-        fuse(base, lambda name: now, replace)
+        fuse(base, lambda name: now, lambda name, module: found.append(swap(base, name, module)))
     try:
         yield
     finally:

@@ -11,16 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from crosstune.data.batches import Batch, PassSize, Unit, collate, cut_step, pass_size
-from crosstune.data.flat import collate_flat, cut_flat, flat_size
+from crosstune.data.flat import aligned, collate_flat, cut_flat, flat_size
 from crosstune.data.tokens import Tokens
+from crosstune.memory.widths import LENGTH_MULTIPLE
 from crosstune.model.attach import Slots
 from crosstune.model.block import kind_of
 from crosstune.train.lane import Lane
 
-# Row lengths are rounded up to this many tokens: tensor cores want multiples of 8 (docs.nvidia.com, matmul guide).
-LENGTH_MULTIPLE = {"cpu": 1, "mps": 1, "cuda": 8}
 FLAT_ON = {"cuda": True, "mps": False, "cpu": False, "cpu bf16": True}  # kinds of device
-WASTE = 0.03  # share of padding from which on passes lie flat: attention is then 1.3 times slower, the rest is not
+WASTE = 0.03  # share of padding from which on passes lie flat: attention and adapters have other kernels then
 LOOK_AHEAD = 2000  # steps whose passes are looked at
 
 
@@ -65,9 +64,8 @@ def choose_cutting(slots: Slots, lanes: Sequence[Lane], tokens: Tokens, micro_ba
     even = Cutting(micro_batch, LENGTH_MULTIPLE[device_type])
     if not (FLAT_ON[kind_of(slots.base.device, slots.base.dtype)] and slots.takes_flat):
         return even
-    lengths = [[sum(int(tokens.lengths[row]) for row in unit) for unit in lane.units] for lane in lanes]
-    longest = max((int(tokens.lengths[row]) for lane in lanes for unit in lane.units for row in unit), default=1)
-    packed = any(len(unit) > 1 for lane in lanes for unit in lane.units)
+    every = [[int(tokens.lengths[row]) for row in unit] for lane in lanes for unit in lane.units]
+    packed = any(len(unit) > 1 for unit in every)
     real = computed = 0
     for units_K in steps_of_wave(lanes):
         for units in even.cut(units_K, tokens):
@@ -76,8 +74,8 @@ def choose_cutting(slots: Slots, lanes: Sequence[Lane], tokens: Tokens, micro_ba
             real += sum(int(tokens.lengths[row]) for of_lane in units for unit in of_lane for row in unit)
     if not packed and (computed == 0 or 1 - real / computed <= WASTE):
         return even
-    widest = max((length for of_lane in lengths for length in of_lane), default=1)
-    return Cutting(micro_batch, even.multiple, len(lanes) * micro_batch * -(-widest // 8) * 8, longest)
+    widest, longest = max(map(sum, every), default=1), max(map(max, every), default=1)
+    return Cutting(micro_batch, even.multiple, len(lanes) * micro_batch * aligned(widest), longest)
 
 
 def sizes_of_wave(lanes: Sequence[Lane], tokens: Tokens, cutting: Cutting) -> Counter[PassSize]:

@@ -16,12 +16,13 @@ from crosstune.data.batches import Batch, Unit, collate
 from crosstune.data.flat import collate_flat, flat_size
 from crosstune.data.tokens import Tokens
 from crosstune.errors import DeviceError
+from crosstune.memory.widths import LENGTH_MULTIPLE
 from crosstune.model.attach import Slots
 from crosstune.model.base import Base
 from crosstune.model.block import kind_of
 from crosstune.model.fuse import fused_without_lanes
 from crosstune.model.head import head_loss
-from crosstune.train.cutting import FLAT_ON, LENGTH_MULTIPLE
+from crosstune.train.cutting import FLAT_ON
 from crosstune.train.lane import RowScores
 from crosstune.train.recover import survive
 from crosstune.train.step import DeviceBatch

@@ -29,7 +29,7 @@ from crosstune.model.device import machine_of, release
 from crosstune.train.cutting import Cutting
 from crosstune.train.step import DeviceBatch, run_pass
 
-RECORDING = 1.5  # launched passes that recording one takes the time of
+RECORDING = 1.5  # launched passes that recording one takes the time of; 2.8 where memory is given back first
 MOST_GRAPHS = 6  # of one wave: each keeps its kernels' arguments, a few MB
 
 

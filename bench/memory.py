@@ -1,6 +1,6 @@
 """The memory plan against a GPU: closed form, rehearsal and reading of one grid of settings, a JSON line each.
 
-    python -m bench.memory --out grid.jsonl                 # on the GPU: 72 cells, about 8 minutes
+    python -m bench.memory --out grid.jsonl                 # on the GPU: 84 cells, about 5 minutes
     python -m bench.memory --out grid.jsonl --half blind    # cells not looked at while the code was written
     python -m bench.memory --out edges.jsonl --edges        # plans that just fit under a cap, and the next larger ones
     python -m bench.memory --tiny --out /tmp/grid.jsonl     # anywhere: the script itself, with tiny shapes
@@ -39,7 +39,8 @@ from crosstune.memory.widths import evaluation_tokens
 from crosstune.model.base import DTYPES, Base
 from crosstune.model.device import machine_of
 from crosstune.recipe import Recipe
-from crosstune.train.rehearse import go_through, rehearse, settle
+from crosstune.train.drill import go_through
+from crosstune.train.rehearse import rehearse, settle
 
 MODELS: dict[str, dict[str, Any]] = {
     "1b": {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -59,18 +60,21 @@ MODELS: dict[str, dict[str, Any]] = {
 QUANTIZATIONS = ("none", "int8", "nf4")
 LANES, RANKS = (1, 5, 8), (8, 64)
 ROWS = ((1, 128), (1, 512), (2, 256), (1, 2048), (2, 1024), (4, 2048), (1, 8192), (4, 128))  # rows a lane x tokens
+SPENT = ((2, 128), (4, 128))  # recorded as CUDA graphs, over copies of a 4-bit base; int8 can't be recorded
 MOST_TOKENS = 40960  # a pass: a step of an 8B shape stays below 8 s
 ROOM = 120 << 30  # of an H200's 140 GiB: the reading is to be of a peak, not of a refusal
 
 
 def grid(models: list[str], half: str) -> Iterator[tuple[str, Settings]]:
-    """8 cells for each model and quantisation: every lane count, rank, length and share of checkpointed layers occurs.
+    """8 cells for each model and quantisation: every lane count, rank, length and share of checkpointed layers occurs;
+    and two whose passes are recorded, over copies of the base where it has 4 bits.
 
     Odd cells are the blind half: nothing in the code was chosen after looking at them.
     """
     for group, (name, quantization) in enumerate((name, q) for name in models for q in QUANTIZATIONS):
         shape = ModelShape.from_config(MODELS[name])
-        for place, (rows, tokens) in enumerate(ROWS):
+        spent = SPENT if quantization != "int8" else ()
+        for place, (rows, tokens) in enumerate((*ROWS, *spent)):
             if half != "all" and (place % 2 == 1) != (half == "blind"):
                 continue
             lanes = LANES[(place + group) % 3]
@@ -79,7 +83,10 @@ def grid(models: list[str], half: str) -> Iterator[tuple[str, Settings]]:
                 lanes, rows, tokens, checkpointed, quantization, rank=RANKS[(place // 2 + group) % 2],
                 targets=shape.linears, dropout=place == 7,
             )  # fmt: skip
-            yield name, fitting(shape, settings)
+            settings = fitting(shape, settings)
+            if place >= len(ROWS):
+                settings = replace(settings, recorded=settings.pass_tokens, copies=quantization == "nf4")
+            yield name, settings
 
 
 def fitting(shape: ModelShape, settings: Settings) -> Settings:
@@ -154,6 +161,7 @@ def read(base: Base, settings: Settings, evaluate: int) -> dict[str, Any]:
         go_through(base, settings, lambda label: None, evaluate_tokens=evaluate)
         return {"allocated": 0, "reserved": 0, "used": 0, "phases": {}, "seconds": 0.0}
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # those of the stream on which the cell before recorded its passes, too
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     phases: dict[str, int] = {}
@@ -252,7 +260,7 @@ def find_edge(name: str, quantization: str, gib: int, tokens: int, machine: Mach
         recipe=recipe, shape=shape, lengths=np.full(200, tokens), num_lanes=5, ranks=[16], free_bytes=free,
         device_kind="cuda", precision="bf16", machine=machine,
     )  # fmt: skip
-    plan = settle(plan, config)
+    plan = settle(plan.spending(graphs=False, copies=False), config)
 
     def fits(count: int) -> bool:
         widths = replace(plan.widths, checkpointed=count)
@@ -316,7 +324,7 @@ def named(name: str, settings: Settings) -> dict[str, Any]:
     return {
         "model": name, "quantization": settings.quantization, "lanes": settings.lanes, "rows": settings.micro_batch,
         "tokens": settings.tokens, "checkpointed": settings.checkpointed, "rank": settings.rank,
-        "dropout": settings.dropout,
+        "dropout": settings.dropout, "recorded": settings.recorded > 0, "copies": settings.copies,
     }  # fmt: skip
 
 
@@ -335,6 +343,7 @@ def table(path: str) -> None:
             said = f"{tier}_{real}"
             row.append(100 * (cell[said] / cell[real] - 1))
             misses.setdefault(said, []).append(row[-1])
+        width += " graphs" * cell["recorded"] + " copies" * cell["copies"]
         name = f"{cell['model']} {cell['quantization']} {width}"
         print(f"{name:52} {cell['allocated'] / MIB:10.0f} {row[0]:6.2f}% {row[1]:6.2f}%", end="  ")
         print(f"{cell['reserved'] / MIB:9.0f} {row[2]:6.2f}%", end="  ")

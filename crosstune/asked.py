@@ -55,7 +55,7 @@ def gather(
         _merge(tree, "model", {"name": os.fspath(model)})
     elif model is not None and not isinstance(model, Mapping):
         passed = model
-        _merge(tree, "model", {"name": _model_name(model)})
+        _merge(tree, "model", {"name": _model_name(model), **_quantization(model)})
     if folds is not None and not isinstance(folds, Mapping):
         splitter = folds
         _merge(tree, "folds", _splitter_words(folds))
@@ -120,6 +120,18 @@ def _merge(tree: dict[str, Any], section: str, values: Mapping[str, Any]) -> Non
 
 def _model_name(model: Any) -> str:
     return str(model.config.name_or_path or type(model).__name__)
+
+
+def _quantization(model: Any) -> dict[str, Any]:
+    """How bitsandbytes has quantised a model in memory, in the recipe's words: the plan counts its bytes by it."""
+    layers = list(model.modules()) if hasattr(model, "modules") else []
+    if any(type(layer).__name__ == "Linear8bitLt" for layer in layers):
+        return {"quantization": "int8"}
+    weights = (layer.weight for layer in layers if type(layer).__name__ == "Linear4bit")
+    if (weight := next(weights, None)) is None:
+        return {"quantization": "none"}
+    state = weight.quant_state
+    return {"quantization": "nf4", "double_quant": bool(weight.compress_statistics if state is None else state.nested)}
 
 
 def _splitter_words(splitter: Any) -> dict[str, Any]:

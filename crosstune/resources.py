@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from crosstune.workers.local import LocalWorkers
     from crosstune.workers.ray import RayWorkers
 
-WIDTHS = ("device.lanes", "device.micro_batch", "device.checkpointing")
+WIDTHS = ("device.lanes", "device.micro_batch", "device.checkpointing", "device.graphs")
 
 
 def open_run(recipe: Recipe, rows: Rows, tokens: Tokens | None = None) -> Run:

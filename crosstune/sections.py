@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
 
 Auto = Literal["auto"]
 
@@ -247,6 +247,11 @@ class Device(Section):
     micro_batch: Auto | Count = Field("auto", description="Rows a lane and pass; accumulation follows from it.")
     checkpointing: Auto | Literal["none", "all"] | CountOrNone = Field(
         "auto", description="Decoder layers whose activations are recomputed: none, all, or a number."
+    )
+    graphs: Auto | StrictBool = Field(
+        "auto",
+        description="Record short passes as CUDA graphs, which take less time to launch. auto: where 15% of the memory "
+        "stays free.",
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="Compute type of the frozen base.")
     ray: str | None = Field(

@@ -116,12 +116,14 @@ def other_lanes(rows: list[Line]) -> str:
 def memory(rows: list[Line], lines: list[Line]) -> str:
     """Peaks, and tokens that were padding, of everybody."""
     out = [
-        "| tokens | contestant | lanes | peak GiB allocated | reserved | padding, training | padding, scoring |",
-        "|---|---|--:|--:|--:|--:|--:|",
+        "| tokens | contestant | lanes | peak GiB allocated | reserved | used | as planned | padding, training "
+        "| padding, scoring |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for line in newest(lines):
         cells = [
             tokens(line), line["contestant"], str(line["lanes"]), cell(line["peak_gib"]), cell(line["reserved_gib"]),
+            gib(line.get("used_bytes")), gib(line.get("plan", {}).get("peak_bytes")),
             percent(line["train_waste"]), percent(line["evaluate_waste"]),
         ]  # fmt: skip
         out.append(f"| {' | '.join(cells)} |")
@@ -199,6 +201,11 @@ def cell(value: Any) -> str:
     if value is None:
         return "–"
     return f"{value:#.3g}".rstrip(".") if isinstance(value, float) else str(value)
+
+
+def gib(count: int | None) -> str:
+    """Bytes for a cell of a table."""
+    return cell(count / 2**30 if count else None)
 
 
 def ratio(value: float | None) -> str:

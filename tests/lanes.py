@@ -73,6 +73,8 @@ class PlanOf:
     evaluate_tokens: int = 4096
     peak_bytes: int = 0
     free_bytes: int = 1
+    recorded: int = 1
+    copies: bool = False
 
 
 @dataclass

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from crosstune.asked import gather
 from crosstune.memory.estimate import Settings
 from crosstune.memory.gpus import find_gpu
 from crosstune.memory.shape import ModelShape
@@ -42,3 +43,12 @@ def test_a_rehearsal_leaves_nothing_that_hinders_or_changes_the_loading_after_it
     targets = ModelShape.from_config(config).targets("all-linear")
     rehearse(config, Settings(1, 1, 8, quantization="nf4", rank=4, targets=targets), find_gpu("h100"))
     assert load_base(model, None, **place).digest() == want
+
+
+def test_a_quantised_model_in_memory_is_planned_for_as_what_it_is(tiny):
+    pytest.importorskip("bitsandbytes")
+    place = {"device": torch.device("cpu"), "precision": "fp32"}
+    for asked in ({"quantization": "nf4"}, {"quantization": "nf4", "double_quant": False}, {"quantization": "none"}):
+        model = load_base(Model(name=str(tiny), **asked), None, **place).model
+        found = gather(None, data=[], model=model, tokenizer=object(), sections={}).recipe.model
+        assert (found.quantization, found.double_quant) == (asked["quantization"], asked.get("double_quant", True))

@@ -14,14 +14,14 @@ ORDER = """
     data.rows data.lines data.json_file data.table_file data.files data.turns data.shapes data.load
     data.control data.turn_ends data.template data.render data.encode data.gguf_once data.tokenizer data.token_cache data.token_faults data.tokens data.batches data.flat data.questions
     fold_units leaks splits
-    memory.shape memory.gpus memory.precision memory.visible memory.block memory.estimate memory.layout memory.speed memory.allocator memory.widths memory.peaks memory.ways memory.plan memory.config memory.picture memory.explain
+    memory.shape memory.gpus memory.precision memory.visible memory.block memory.estimate memory.layout memory.speed memory.allocator memory.widths memory.spare memory.peaks memory.ways memory.plan memory.config memory.picture memory.explain
     data.lint.fault data.lint.faults_file data.lint.faults_rows data.lint.faults_tokens data.lint.faults_template data.lint.faults_folds data.lint.faults_settings
     data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.kept data.lint.duplicates data.lint.lengths
     data.lint.balance data.lint.embedding data.lint.base data.lint.settings data.lint.folds data.lint.report data.lint.rowpass
     data.lint.tokenpass data.lint.onepass
     store.journal store.lock store.same store.run scores review
     model.device model.triton_kernels model.triton_nf4 model.triton_head model.elementwise model.lanes model.lora model.attention model.packed model.decoder model.spread model.base model.shards model.frozen_int8 model.frozen model.bundle model.block model.fuse model.attach model.head
-    train.lane train.recover train.events train.optimizer train.spread_optimizer train.cutting train.step train.ahead train.graph train.evaluate train.generate train.choice train.exam train.checkpoint train.state train.trace train.kernels train.quantized train.rehearse train.fault train.copies train.split train.once train.wave train.run_wave
+    train.lane train.recover train.events train.optimizer train.spread_optimizer train.cutting train.step train.ahead train.graph train.evaluate train.generate train.choice train.exam train.checkpoint train.state train.trace train.kernels train.quantized train.drill train.rehearse train.fault train.split train.once train.wave train.run_wave
     workers.waves workers.local workers.worker workers.ray workers.examine workers.schedule
     export.folder export.card export.weights export.turns export.serve export.adapter export.changes export.saved export.merger
     export.companions export.verify export.quantize export.origin export.merge export.answer export.gguf_tokens export.gguf export.average

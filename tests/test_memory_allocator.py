@@ -102,7 +102,13 @@ def test_peaks_by_phase_and_after_a_reset():
     trace = [("born", 1, MIB), ("mark", "a", 0), ("born", 2, 5 * MIB), ("died", 2, 5 * MIB), ("mark", "b", 0)]
     shown = replay(trace)
     assert (shown.by_mark, shown.at, shown.peak_allocated) == ({"a": MIB, "b": 6 * MIB}, "b", 6 * MIB)
-    assert replay([*trace, ("empty", 0, 0), ("mark", "c", 0)]).peak_allocated == MIB
+    assert replay([*trace, ("begin", 0, 0), ("mark", "c", 0)]).peak_allocated == MIB
+    assert replay([*trace, ("empty", 0, 0), ("mark", "c", 0)]).peak_allocated == 6 * MIB
+
+
+def test_a_recorded_pass_has_workspaces_of_its_own_made_once():
+    once = [("capture", 1, 0), ("born", 1, MIB), ("died", 1, MIB), ("captured", 1, 0)]
+    assert replay([*once, *once, ("mark", "c", 0)], first=(8 * MIB, 8 * MIB)).allocated == 32 * MIB
 
 
 @settings(max_examples=60, deadline=None)

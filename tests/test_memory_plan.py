@@ -15,10 +15,12 @@ from crosstune.memory.gpus import GIB, find_gpu, this_cpu
 from crosstune.memory.picture import shown_parts
 from crosstune.memory.plan import _candidates, plan_memory
 from crosstune.memory.shape import ModelShape
+from crosstune.memory.spare import use_spare
 from crosstune.memory.speed import counts_near, step_tokens
 from crosstune.memory.ways import ways_to_fit
 from crosstune.memory.widths import make_plan
 from crosstune.recipe import Recipe
+from crosstune.resources import WIDTHS
 
 LLAMA = ModelShape.read("tests/cases/llama3-8b")
 ROWS = np.array([2048] * 10 + [300] * 190)
@@ -286,3 +288,70 @@ def test_room_to_spare_is_worth_a_tenth_of_the_time():
             with_room = [other.seconds for other in tried if other.peak_bytes <= 0.85 * other.free_bytes]
             assert min(with_room, default=np.inf) > 1.1 * fastest
     assert roomy > 8
+
+
+NF4 = {"name": "x", "quantization": "nf4"}
+
+
+def short_rows(gpu="h200", model=NF4, **more):
+    """Five lanes of four rows of 128 tokens: a pass of an 8B model computes for less time than its launch takes."""
+    return plan(gpu, lengths=[128] * 50, model=model, train={"batch_size": 4}, **more)
+
+
+def test_spare_memory_is_spent_on_graphs_and_copies_and_what_they_take_is_in_the_plan():
+    roomy = short_rows()
+    assert roomy.recorded == roomy.pass_tokens and roomy.copies
+    plain = roomy.spending(graphs=False, copies=False)
+    assert roomy.parts["copies of the base"] == 2 * LLAMA.block_parameters
+    assert roomy.peak_bytes > plain.peak_bytes + 2 * LLAMA.block_parameters + roomy.parts["CUDA graphs"]
+    assert sum(roomy.parts.values()) == roomy.peak_bytes
+    assert roomy.seconds < plain.seconds
+    assert (roomy.lanes, roomy.micro_batch, roomy.checkpointed_layers) == (5, plain.micro_batch, 0)
+
+
+def test_where_less_than_15_percent_would_stay_free_nothing_is_spent():
+    roomy = short_rows()
+    plain = roomy.spending(graphs=False, copies=False)
+    for spent in (roomy.spending(copies=False), roomy.spending(graphs=False)):
+        job = replace(plain.job, free_bytes=int(spent.peak_bytes / 0.85) - 1)
+        tight = make_plan(job, plain.lanes, plain.micro_batch, plain.checkpointed_layers)
+        assert use_spare(tight).recorded == 0 or spent.copies
+        job = replace(plain.job, free_bytes=int(spent.peak_bytes / 0.85) + 2)
+        enough = use_spare(make_plan(job, plain.lanes, plain.micro_batch, plain.checkpointed_layers))
+        assert enough.recorded or enough.copies
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sections"),
+    [
+        ("h200", {"device": {"graphs": False}}),  # asked for
+        ("h200", {"model": {"name": "x", "quantization": "int8"}}),  # asks the device for values
+        ("cpu", {"model": {"name": "x"}}),
+    ],
+)
+def test_no_pass_is_recorded(gpu, sections):
+    found = short_rows(gpu, shape=LLAMA if gpu != "cpu" else replace(LLAMA, layers=2), **sections)
+    assert found.recorded == 0 and found.settings["device.graphs"] is False
+
+
+def test_passes_that_compute_for_longer_than_they_launch_are_not_recorded():
+    assert plan("h200", lengths=[8192] * 50, model=NF4, device={"lanes": 5}).recorded == 0
+
+
+def test_copies_go_first_then_graphs_then_the_widths():
+    chain = [short_rows()]
+    while (smaller := chain[-1].smaller()) is not None and len(chain) < 4:
+        chain.append(smaller)
+    assert [(p.recorded > 0, p.copies) for p in chain] == [(True, True), (True, False), (False, False), (False, False)]
+    widths = [(p.lanes, p.micro_batch, p.checkpointed_layers) for p in chain]
+    assert widths[0] == widths[1] == widths[2] != widths[3]
+    assert all(one.peak_bytes > other.peak_bytes for one, other in pairwise(chain))
+    assert chain[0].smaller_evaluation() == chain[1]
+
+
+def test_a_continued_run_records_passes_if_it_did_before():
+    before = short_rows()
+    device = {key.partition(".")[2]: value for key, value in before.settings.items() if key in WIDTHS}
+    least = before.spending(copies=False).peak_bytes  # fits, without 15% beside it
+    again = short_rows(device=device, free=least + GIB)
+    assert (again.recorded, again.copies, again.lanes) == (before.recorded, False, 5)

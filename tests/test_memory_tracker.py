@@ -78,7 +78,7 @@ def steps_of_peft(cell):
     with attention_of(find_gpu("h200"), "bf16"), tracker:
         model, vocab = peft_model(cell)
         tracker.track_module(model)
-        tracker.trace.append(("empty", 0, 0))
+        tracker.trace.append(("begin", 0, 0))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = MetaAdamW(trained, lr=1e-4)
         ids = torch.randint(0, vocab, (cell["B"], cell["T"]), device=META)

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crosstune.errors import DeviceError
+from crosstune.model.attach import Slots
 from crosstune.progress import Quiet
 from crosstune.train import graph as graph_module
 from crosstune.train import step as step_module
@@ -190,11 +191,14 @@ def test_memory_may_run_out_again_and_again(base, monkeypatch, places):
 
 def test_copies_of_the_base_go_before_the_plan_shrinks(base, monkeypatch, places):
     undisturbed = train(base, monkeypatch)
-    monkeypatch.setattr(wave_module, "copies_that_fit", lambda base, plan: 1)
+    kept, real = [], Slots.keep_weights
+    monkeypatch.setattr(Slots, "keep_weights", lambda self, keep: (kept.append(keep), real(self, keep)))
+    monkeypatch.setattr(Shrinking, "smaller", lambda self: replace(self, copies=False))
     mode = OutOfMemoryAt([(1, "backward", 2)])
-    disturbed = train(base, monkeypatch, mode)
+    disturbed = train(base, monkeypatch, mode, Shrinking(copies=True))
     (told,) = (event for event in disturbed.events if isinstance(event, PlanChanged))
-    assert told.before == told.after and "copies of the base are given back" in told.message
+    assert kept == [True, False]
+    assert told.after == replace(told.before, copies=False)
     same_results(undisturbed, disturbed)
 
 

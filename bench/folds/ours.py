@@ -25,11 +25,16 @@ from bench.folds.machine import card, emit, now, peaks, start_peak, versions
 from bench.folds.peer import Counted
 from bench.shapes import tokenizer
 from crosstune.data.batches import Batch
+from crosstune.model.device import used_bytes
+from crosstune.resources import WIDTHS
 from crosstune.store.run import Run
 from crosstune.train.step import DeviceBatch
 
 WAVE_FACTS = {"steps", "tokens", "seconds", "live_bytes_before", "live_bytes_after", "peak_bytes"}
 JOURNAL_FACTS = {"lanes", "event", "at"}  # of every line
+OF_LAST = (  # facts of a job, taken from its last call
+    "losses", "base_losses", "train_waste", "evaluate_waste", "plan", "used_bytes", "tokens_trained", "steps",
+)  # fmt: skip
 TRIALS = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2)  # times the learning rate: eight trials, the first as everywhere
 
 
@@ -64,10 +69,7 @@ def together(calls: list[dict[str, Any]], lanes: int) -> dict[str, Any]:
         "calls_s": [each["seconds"] for each in calls],
         "waves_s": [each["waves_s"] for each in calls],
         "split": later[-1]["split"],
-        **{
-            name: later[-1][name]
-            for name in ("losses", "base_losses", "train_waste", "evaluate_waste", "plan", "tokens_trained", "steps")
-        },
+        **{name: later[-1][name] for name in OF_LAST},
         **{
             name: max((each[name] for each in calls), key=lambda gib: gib or 0) for name in ("peak_gib", "reserved_gib")
         },
@@ -101,7 +103,8 @@ def call(model: Any, job: Job, lanes: int) -> dict[str, Any]:
         "said": [text for text in clock.said if "plan" in text or "recorded" in text or "memory" in text],
         "tokens_trained": sum(wave["tokens"] for wave in waves),
         "steps": sum(wave["steps"] for wave in waves),
-        "plan": {key: plan[key] for key in ("device.lanes", "device.micro_batch", "device.checkpointing")},
+        "plan": {key: plan[key] for key in (*WIDTHS, "peak_bytes")},
+        "used_bytes": used_bytes(model.device) if model.device.type == "cuda" else None,
         "losses": [fold["loss"] for fold in folds],
         "base_losses": [fold["base_loss"] for fold in folds],
         "train_waste": train.waste(),

@@ -26,9 +26,9 @@ from crosstune.memory.gpus import MIB
 SMALL = MIB  # up to here the small pool serves
 SMALL_SEGMENT, LARGE_SEGMENT, LARGE_FROM, STEP = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 
-Kind = Literal["born", "died", "mark", "empty", "capture", "captured", "dropped"]
-# born: (key, bytes) · died: (key, bytes) · mark: (label, 0) · empty: empty_cache · capture … captured: a graph's pool,
-# by its number · dropped: the graph is gone and its pool's segments may go
+Kind = Literal["born", "died", "mark", "begin", "empty", "capture", "captured", "dropped"]
+# born: (key, bytes) · died: (key, bytes) · mark: (label, 0) · empty: empty_cache · begin: the same, and peaks count
+# from here · capture … captured: a graph's pool, by its number · dropped: the graph is gone and its segments may go
 Event = tuple[Kind, int | str, int]
 
 
@@ -257,11 +257,11 @@ def replay(
 ) -> Replay:
     """Run the trace through an Allocator. `first`: sizes that are allocated before it and stay (cuBLAS workspaces).
 
-    Peaks count from the last "empty" event, as after torch.cuda.reset_peak_memory_stats, and so does `limit`: what
+    Peaks count from the last "begin" event, as after torch.cuda.reset_peak_memory_stats, and so does `limit`: what
     comes before is the making of the base, which on meta tensors isn't that of a loaded one.
     """
     trace = list(trace)
-    allocator = Allocator(expandable=expandable, limit=limit if all(event[0] != "empty" for event in trace) else None)
+    allocator = Allocator(expandable=expandable, limit=limit if all(event[0] != "begin" for event in trace) else None)
     for place, size in enumerate(first):
         allocator.born(f"first {place}", size)
     by_mark: dict[str, int] = {}
@@ -277,11 +277,16 @@ def replay(
             since = allocator.allocated
         elif kind == "empty":
             allocator.empty()
+        elif kind == "begin":
+            allocator.empty()
             allocator.peak_allocated, allocator.peak_reserved = allocator.allocated, allocator.reserved
             allocator.limit = limit
             by_mark, since = {}, allocator.allocated
         elif kind == "capture":
             allocator.graph = int(key)
+            for place, size in enumerate(first):  # a stream of its own, to which cuBLAS gives workspaces of its own
+                if (name := f"first {place} of {key}") not in allocator.blocks:
+                    allocator.born(name, size)
         elif kind == "captured":
             allocator.graph = 0
         else:

@@ -47,6 +47,8 @@ class Settings:
     targets: tuple[Linear, ...] = ()  # none: all linear layers
     dropout: bool = False
     evaluate_tokens: int = 0  # of a batch without autograd
+    copies: bool = False  # a 4-bit base's weights are also kept in the compute type, not made for each product
+    recorded: int = 0  # tokens of the largest pass that is recorded as a CUDA graph; 0: none is
 
     @property
     def pass_tokens(self) -> int:
@@ -191,6 +193,8 @@ class FusedBlock(Block):
     @property
     def _weights(self) -> tuple[int, int]:
         """down, and gate with up, made in the compute type; int8 makes one layer at a time. No statistics beside."""
+        if self.settings.copies:
+            return 0, 0
         one = self.shape.hidden * self.shape.intermediate * self.settings.number_bytes
         return {"none": (0, 0), "int8": (one, one), "nf4": (one, 2 * one)}[self.settings.quantization]
 

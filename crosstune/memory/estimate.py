@@ -5,7 +5,8 @@ Legend: K lanes, M rows a lane and pass, T tokens of the longest row, N = K·M·
 vocabulary, L layers, n of them checkpointed; c bytes of a number in the compute type; P numbers in a lane's adapter.
 
 What stays from step to step
-  base        c · numbers, or for NF4 half a byte each + a byte per 64 (+ 4 bytes per 16,384) of statistics
+  base        c · numbers, or for NF4 half a byte each + a byte per 64 (+ 4 bytes per 16,384) of statistics; where
+              memory is plenty, copies of those weights, c · numbers
   adapters    4·K·P in fp32, and c·K·P as cast for the pass where c < 4
   gradient    4·K·P;   AdamW's two moments 8·K·P
 
@@ -19,7 +20,8 @@ The moments
   recomputed  the n inputs + one block made again + its backward pass
   evaluation  a batch without autograd: one block, or one chunk of logits
 The optimizer needs nothing beside its state. On top lie cuBLAS's workspaces (inside the allocator), fragmentation, and
-context and libraries (outside it).
+context and libraries (outside it). A CUDA graph keeps what its pass needed at most as long as it lives, beside all that
+other passes and evaluations need; it is recorded on a stream of its own, which has workspaces of its own.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from crosstune.memory.gpus import MIB, Machine
 from crosstune.memory.shape import Linear, ModelShape
 
 EVALUATE_TOKENS = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # a batch without autograd, at most
+COPIES, POOL = "copies of the base", "CUDA graphs"  # parts by name
 HEAD_CHUNK_BYTES = {"cpu": 64 * MIB, "mps": 128 * MIB, "cuda": 512 * MIB}  # fp32 logits that exist at one time
 
 
@@ -62,14 +65,35 @@ class Estimate:
 
     @property
     def allocated_bytes(self) -> int:
-        """What PyTorch's tensors hold at the peak (torch.cuda.max_memory_allocated)."""
-        return self.reserved_bytes - self.parts["fragmentation"]
+        """What PyTorch's tensors hold at the peak (torch.cuda.max_memory_allocated); none stays in a graph's pool."""
+        return self.reserved_bytes - self.parts["fragmentation"] - self.parts[POOL]
 
 
 def estimate(shape: ModelShape, settings: Settings, machine: Machine) -> Estimate:
     """The whole process on the device, by part, for training with `settings`."""
     settings = replace(settings, targets=settings.targets or shape.linears)
-    block, n = block_of(shape, settings, machine), settings.checkpointed
+    block = block_of(shape, settings, machine)
+    moments = training_moments(block, machine)
+    if settings.evaluate_tokens:
+        moments["evaluation"] = {"evaluation": evaluation_bytes(block, settings.evaluate_tokens, machine.kind)}
+    at = max(moments, key=lambda name: sum(moments[name].values()))
+    transient = sum(moments[at].values())
+    parts = {
+        **base_parts(shape, settings),
+        **lane_parts(shape, settings),
+        **moments[at],
+        "batch": batch_bytes(settings),
+        POOL: pool_bytes(shape, settings, machine),
+        "cuBLAS workspaces": machine.cublas_bytes * (2 if settings.recorded else 1),
+        "fragmentation": fragmentation_bytes(transient, machine),
+        "context and libraries": machine.context_bytes,
+    }
+    return Estimate(parts, at, {name: sum(part.values()) for name, part in moments.items()})
+
+
+def training_moments(block: Block, machine: Machine) -> dict[str, dict[str, int]]:
+    """What comes and goes with a pass, by part, at each moment that may be the peak."""
+    shape, settings, n = block.shape, block.settings, block.settings.checkpointed
     everything = _stash(block, whole=shape.layers - n, inputs=n)
     moments = {
         "head": {**everything, **_head(block, machine)},
@@ -80,20 +104,17 @@ def estimate(shape: ModelShape, settings: Settings, machine: Machine) -> Estimat
     if n:
         made = {"activations: layer made again": settings.pass_tokens * (block.saved - block.input_saved)}
         moments["recomputed block"] = {**_stash(block, whole=0, inputs=n), **made, **_backward(block, again=True)}
-    if settings.evaluate_tokens:
-        moments["evaluation"] = {"evaluation": evaluation_bytes(block, settings.evaluate_tokens, machine.kind)}
-    at = max(moments, key=lambda name: sum(moments[name].values()))
-    transient = sum(moments[at].values())
-    parts = {
-        **base_parts(shape, settings),
-        **lane_parts(shape, settings),
-        **moments[at],
-        "batch": batch_bytes(settings),
-        "cuBLAS workspaces": machine.cublas_bytes,
-        "fragmentation": fragmentation_bytes(transient, machine),
-        "context and libraries": machine.context_bytes,
-    }
-    return Estimate(parts, at, {name: sum(part.values()) for name, part in moments.items()})
+    return moments
+
+
+def pool_bytes(shape: ModelShape, settings: Settings, machine: Machine) -> int:
+    """What the recorded passes' common pool holds: the largest one's peak."""
+    if not settings.recorded:
+        return 0
+    rows = settings.lanes * settings.micro_batch
+    like = replace(settings, tokens=-(-settings.recorded // rows), recorded=0)
+    moments = training_moments(block_of(shape, like, machine), machine)
+    return max(sum(parts.values()) for parts in moments.values())
 
 
 def base_parts(shape: ModelShape, settings: Settings) -> dict[str, int]:
@@ -107,9 +128,11 @@ def base_parts(shape: ModelShape, settings: Settings) -> dict[str, int]:
     norms = (shape.layers * shape.norms + 1) * _round(c * shape.hidden)
     norms += shape.layers * (2 * _round(c * shape.head_dim) if shape.head_norms else 0)
     biases = shape.layers * sum(_round(c * linear.outputs) for linear in shape.linears if linear.bias)
+    copies = shape.block_parameters * c if settings.copies else 0
     return {
         "base: linear layers": blocks,
         "base: quantisation statistics": statistics,
+        COPIES: copies,
         "base: embeddings": shape.embedding_parameters * c,
         "base: head": shape.head_parameters * c,
         "base: norms and biases": norms + biases,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from crosstune.memory.picture import draw_parts, save_png
 from crosstune.memory.plan import describe, search
 from crosstune.memory.precision import attention_kernel, choose_precision
 from crosstune.memory.shape import ModelShape
+from crosstune.memory.spare import use_spare
 from crosstune.memory.visible import best_gpu, visible_gpus
 from crosstune.memory.ways import Way, ways_to_fit
 from crosstune.memory.widths import Job, Plan, make_plan
@@ -189,7 +190,8 @@ def explain(
     notes += _outlier(job)
     answer = recipe.evaluate.max_new_tokens or min(512, max(16, job.tokens))
     most = peaks(plan, new_tokens=answer, rows=math.ceil(len(found) / num_folds))
-    return Explained(plan, tuple(ways_to_fit(job, plan)), _table(job, plan), tuple(notes), most)
+    rows = _table(job, plan, recipe.device.graphs)
+    return Explained(plan, tuple(ways_to_fit(job, plan)), rows, tuple(notes), most)
 
 
 plan = explain  # the name it has in the package: crosstune.plan(…)
@@ -284,12 +286,13 @@ def _outlier(job: Job) -> list[str]:
     ]
 
 
-def _table(job: Job, plan: Plan) -> tuple[Plan, ...]:
+def _table(job: Job, plan: Plan, graphs: bool | Literal["auto"]) -> tuple[Plan, ...]:
     """Powers of two of rows a pass, and the plan's own, each with nothing, half and all recomputed."""
     layers = job.shape.layers
     counts = {2**power for power in range(8) if 2**power <= job.batch_size} | {job.batch_size, plan.micro_batch}
     checkpointed = sorted({0, layers // 2, layers, plan.checkpointed_layers})
-    return tuple(make_plan(job, plan.lanes, micro, count) for micro in sorted(counts) for count in checkpointed)
+    rows = [make_plan(job, plan.lanes, micro, count) for micro in sorted(counts) for count in checkpointed]
+    return tuple(use_spare(row, graphs) if row.fits else row for row in rows)
 
 
 def _row(plan: Plan) -> dict[str, Any]:

@@ -16,7 +16,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from crosstune.memory.block import Block, block_of
-from crosstune.memory.estimate import base_parts, estimate, evaluation_bytes, fragmentation_bytes, lane_parts
+from crosstune.memory.estimate import (
+    COPIES,
+    base_parts,
+    estimate,
+    evaluation_bytes,
+    fragmentation_bytes,
+    lane_parts,
+    pool_bytes,
+)
 from crosstune.memory.gpus import MIB
 from crosstune.memory.precision import repeats_heads
 from crosstune.memory.shape import ModelShape
@@ -73,6 +81,7 @@ def merge_bytes(shape: ModelShape) -> int:
 def _held(plan: Plan) -> dict[str, int]:
     """What lies on the device while lanes answer."""
     shape, settings = plan.job.shape, plan.widths
+    settings = replace(settings, copies=False)
     lanes = {name: size for name, size in lane_parts(shape, settings).items() if "optimizer" not in name}
     machine = plan.job.machine
     outside = {"cuBLAS workspaces": machine.cublas_bytes, "context and libraries": machine.context_bytes}
@@ -82,8 +91,11 @@ def _held(plan: Plan) -> dict[str, int]:
 def _evaluate(plan: Plan) -> int:
     shape, settings, machine = plan.job.shape, plan.widths, plan.job.machine
     batch = evaluation_bytes(block_of(shape, settings, machine), plan.evaluate_tokens, machine.kind)
-    optimizer = lane_parts(shape, settings)["lanes: optimizer state"]
-    return sum(_held(plan).values()) + optimizer + batch + fragmentation_bytes(batch, machine)
+    beside = lane_parts(shape, settings)["lanes: optimizer state"]
+    beside += base_parts(shape, settings)[COPIES]
+    if settings.recorded:
+        beside += pool_bytes(shape, settings, machine) + machine.cublas_bytes
+    return sum(_held(plan).values()) + beside + batch + fragmentation_bytes(batch, machine)
 
 
 def _generate(plan: Plan, new_tokens: int, rows: int) -> int:

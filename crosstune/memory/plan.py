@@ -15,6 +15,7 @@ from crosstune.memory.estimate import Settings
 from crosstune.memory.gpus import Machine, this_cpu
 from crosstune.memory.layout import Devices
 from crosstune.memory.shape import Linear, ModelShape
+from crosstune.memory.spare import use_spare
 from crosstune.memory.speed import counts_near
 from crosstune.memory.ways import ways_to_fit
 from crosstune.memory.widths import Job, make_plan
@@ -99,7 +100,8 @@ def search(job: Job, recipe: Recipe) -> tuple[Plan | None, Plan]:
         return None, least
     best = _choose(fitting, job)
     faster = [plan for plan in plans if not plan.fits and plan.seconds < best.seconds]
-    return replace(best, larger=min(faster, key=lambda plan: plan.peak_bytes, default=None)), least
+    best = replace(best, larger=min(faster, key=lambda plan: plan.peak_bytes, default=None))
+    return use_spare(best, recipe.device.graphs), least
 
 
 def _candidates(job: Job, recipe: Recipe) -> Iterator[Plan]:

@@ -48,9 +48,10 @@ def pass_seconds(shape: ModelShape, settings: Settings, machine: Machine, tokens
     arithmetic = flops / rate
     if machine.kind != "cuda":
         return arithmetic
-    launches = shape.layers * (LAUNCH_SECONDS + again * RELAUNCH_SECONDS)
+    launches = shape.layers * (LAUNCH_SECONDS + again * RELAUNCH_SECONDS) if tokens > settings.recorded else 0.0
     # A quantised weight is read, then written and read again in 16 bit, for each product: about 5 bytes.
-    dequantise = (2 + again) * weights * 5 / machine.bandwidth if settings.quantization != "none" else 0.0
+    made = settings.quantization != "none" and not settings.copies
+    dequantise = (2 + again) * weights * 5 / machine.bandwidth if made else 0.0
     read = (2 + again) * weights * settings.number_bytes / machine.bandwidth
     return max(launches, arithmetic + dequantise, read)
 

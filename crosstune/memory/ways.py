@@ -48,7 +48,7 @@ def ways_to_fit(job: Job, plan: Plan | None = None) -> list[Way]:
 
     Two changes together are tried where none fits alone.
     """
-    plan = plan or make_plan(job, 1, 1, job.shape.layers)
+    plan = make_plan(job, 1, 1, job.shape.layers) if plan is None else plan.spending(graphs=False, copies=False)
     changes = list(_changes(job))
     ways = [_way(plan, *change) for change in changes]
     if not any(way.fits for way in ways) and len(changes) > 1:

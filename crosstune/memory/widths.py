@@ -19,7 +19,7 @@ from crosstune.memory.estimate import EVALUATE_TOKENS, Settings, estimate, evalu
 from crosstune.memory.gpus import Machine
 from crosstune.memory.layout import Devices, Layout, lay_out
 from crosstune.memory.shape import ModelShape
-from crosstune.memory.speed import counts_near, step_seconds
+from crosstune.memory.speed import counts_near, launch_tokens, step_seconds
 from crosstune.units import bytes_words, seconds_words
 
 # Row lengths are rounded up to this many tokens: tensor cores want multiples of 8 (docs.nvidia.com, matmul guide).
@@ -67,6 +67,8 @@ class Plan:
     job: Job = field(repr=False)
     larger: Plan | None = field(default=None, repr=False)  # the nearest faster plan, which doesn't fit
     layout: Layout | None = None  # of a spread base; bytes are then those of the device nearest to its limit
+    recorded: int = 0  # tokens of the largest pass that is recorded as a CUDA graph (memory/spare.py); 0: none is
+    copies: bool = False  # of a 4-bit base in the compute type (memory/spare.py)
 
     @property
     def fits(self) -> bool:
@@ -83,7 +85,8 @@ class Plan:
         """The plan as the estimate takes it."""
         return replace(
             self.job.like, lanes=self.lanes, micro_batch=self.micro_batch, tokens=self.max_tokens,
-            checkpointed=self.checkpointed_layers, evaluate_tokens=self.evaluate_tokens,
+            checkpointed=self.checkpointed_layers, evaluate_tokens=self.evaluate_tokens, recorded=self.recorded,
+            copies=self.copies,
         )  # fmt: skip
 
     @property
@@ -94,13 +97,31 @@ class Plan:
         return {
             "device.lanes": self.lanes, "device.micro_batch": self.micro_batch, "device.checkpointing": words,
             "device.precision": self.precision, "model.quantization": self.quantization,
+            "device.graphs": self.recorded > 0,
         }  # fmt: skip
+
+    def spending(self, *, graphs: bool | None = None, copies: bool | None = None) -> Plan:
+        """The same widths with or without graphs and copies. None: as it is."""
+        graphs, copies = self.recorded > 0 if graphs is None else graphs, self.copies if copies is None else copies
+        made = make_plan(
+            self.job, self.lanes, self.micro_batch, self.checkpointed_layers, graphs=graphs, copies=copies
+        )  # fmt: skip
+        return replace(made, evaluate_tokens=min(made.evaluate_tokens, self.evaluate_tokens), larger=self.larger)
+
+    def thrifty(self) -> Plan | None:
+        """The same widths without what costs memory and saves time only: copies go first, then graphs."""
+        if self.copies:
+            return self.spending(copies=False)
+        return self.spending(graphs=False) if self.recorded else None
 
     def smaller(self) -> Plan | None:
         """The next smaller plan for the same lanes: the fastest that needs at least 5% less. None: no room left.
 
-        The 5% are of what comes and goes with a step; the base and the lanes stay as they are.
+        The 5% are of what comes and goes with a step; the base and the lanes stay as they are. Copies and graphs go
+        first.
         """
+        if thrifty := self.thrifty():
+            return thrifty
         layers = self.job.shape.layers
         counts = {0, *range(0, layers, max(1, layers // 8)), layers, self.checkpointed_layers}
         tries = [
@@ -116,7 +137,12 @@ class Plan:
         return min(tries, key=lambda plan: (plan.seconds, plan.peak_bytes), default=None)
 
     def smaller_evaluation(self) -> Plan | None:
-        """The same plan with half the tokens in a batch of an evaluation. None: each lane has one row already."""
+        """The same plan with half the tokens in a batch of an evaluation, once copies and graphs are gone.
+
+        None: each lane has one row already.
+        """
+        if thrifty := self.thrifty():
+            return thrifty
         least = self.lanes * self.max_tokens
         if self.evaluate_tokens <= least:
             return None
@@ -132,12 +158,21 @@ class Plan:
         width = f"{_count(self.micro_batch, 'row')} a lane and pass x {self.accumulation}"
         size = f"{bytes_words(self.peak_bytes)} of {bytes_words(self.free_bytes)}"
         where = f", {self.layout}" if self.layout is not None else ""
-        return f"{waves}, {width}, {again}, {self.precision}{over}{where}: {size}, about {seconds_words(self.seconds)}"
+        spent = ", CUDA graphs" * (self.recorded > 0) + f", {self.precision} copies of the base" * self.copies
+        took = f"{size}, about {seconds_words(self.seconds)}"
+        return f"{waves}, {width}, {again}, {self.precision}{over}{spent}{where}: {took}"
 
 
-def make_plan(job: Job, lanes: int, micro_batch: int, checkpointed: int) -> Plan:
+def make_plan(
+    job: Job, lanes: int, micro_batch: int, checkpointed: int, *, graphs: bool = False, copies: bool = False
+) -> Plan:
     """The plan with exactly these settings, whether or not it fits."""
-    settings = replace(job.like, lanes=lanes, micro_batch=micro_batch, tokens=job.tokens, checkpointed=checkpointed)
+    settings = replace(
+        job.like, lanes=lanes, micro_batch=micro_batch, tokens=job.tokens, checkpointed=checkpointed, copies=copies
+    )
+    if graphs:
+        launched = launch_tokens(job.shape.layers, job.shape.block_parameters, job.machine)
+        settings = replace(settings, recorded=min(settings.pass_tokens, math.ceil(launched)))
     evaluate = evaluation_tokens(*_fullest(job, settings), job.machine)
     settings = replace(settings, evaluate_tokens=evaluate)
     layout, free = None, job.free_bytes
@@ -150,6 +185,7 @@ def make_plan(job: Job, lanes: int, micro_batch: int, checkpointed: int) -> Plan
     return Plan(
         lanes, waves, micro_batch, accumulation, checkpointed, settings.quantization, settings.precision, job.tokens,
         evaluate, found.peak_bytes, free, found.parts, waves * job.steps * step, job, layout=layout,
+        recorded=settings.recorded, copies=copies,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,24 +25,29 @@ from crosstune.data.batches import Batch, PassSize
 from crosstune.errors import first_line
 from crosstune.memory.speed import launch_tokens
 from crosstune.model.attach import Slots, linear_sizes
-from crosstune.model.device import machine_of, release
+from crosstune.model.device import machine_of
 from crosstune.train.cutting import Cutting
 from crosstune.train.step import DeviceBatch, run_pass
 
-RECORDING = 1.5  # launched passes that recording one takes the time of; 2.8 where memory is given back first
+RECORDING = 1.5  # launched passes that recording one takes the time of
 MOST_GRAPHS = 6  # of one wave: each keeps its kernels' arguments, a few MB
+
+
+class Replayed(Protocol):
+    """A recorded pass."""
+
+    def replay(self, batch: DeviceBatch) -> Tensor:
+        """Forward and backward of another batch of its size. Returns each lane's weighted loss, fp32 (K,)."""
+        ...
 
 
 class Passes:
     """Runs a wave's passes. `fit` says to what size a pass is to be padded, `run` computes it."""
 
-    def __init__(
-        self, slots: Slots, cutting: Cutting, uses: Mapping[PassSize, int], say: Callable[[str], None]
-    ) -> None:
-        self.slots, self.cutting, self.say = slots, cutting, say
-        self.sizes = choose_sizes(uses, lanes=slots.num_lanes, launch=_launch_tokens(slots)) if uses else []
-        self._graphs: dict[PassSize, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.sizes else None
+    def __init__(self, slots: Slots, cutting: Cutting, sizes: Sequence[PassSize], say: Callable[[str], None]) -> None:
+        self.slots, self.cutting, self.sizes, self.say = slots, cutting, list(sizes), say
+        self._graphs: dict[PassSize, Replayed] = {}
+        self._pool: Any = None
 
     def fit(self, size: PassSize) -> PassSize:
         """The smallest recorded size that holds this one, or itself."""
@@ -62,14 +67,17 @@ class Passes:
     def _record(self, size: PassSize, given: DeviceBatch) -> None:
         """Record the size; if that can't be done, go on without graphs and say why."""
         device = self.slots.base.device
-        if torch.cuda.mem_get_info(device)[0] < torch.cuda.memory_reserved(device):
-            release(device)  # what the pass before held is wanted for the graph's own memory
         try:
-            self._graphs[size] = _Graph(self.slots, given, self._pool)
+            self._graphs[size] = self.record(given)
         except RuntimeError as error:
             self.say(f"passes are not recorded as CUDA graphs: {first_line(error)}")
             _let_generators_go(device)
             self.close()
+
+    def record(self, given: DeviceBatch) -> Replayed:
+        """A pass of this size, to be replayed."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return _Graph(self.slots, given, self._pool)
 
     def close(self) -> None:
         """Give the graphs' memory back."""
@@ -82,9 +90,13 @@ def _let_generators_go(device: torch.device) -> None:
     generator.graphsafe_set_state(generator.clone_state())
 
 
-def _launch_tokens(slots: Slots) -> float:
+def recorded_sizes(slots: Slots, uses: Mapping[PassSize, int]) -> list[PassSize]:
+    """The sizes that are worth recording, of those that a wave's passes have."""
+    if not uses:
+        return []
     parameters = sum(inputs * outputs for inputs, outputs in linear_sizes(slots.base).values())
-    return launch_tokens(len(slots.base.decoder_layers), parameters, machine_of(slots.base.device))
+    launch = launch_tokens(len(slots.base.decoder_layers), parameters, machine_of(slots.base.device))
+    return choose_sizes(uses, lanes=slots.num_lanes, launch=launch)
 
 
 class _Graph:

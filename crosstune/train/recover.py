@@ -100,17 +100,16 @@ def next_smaller(plan: Plan, *, evaluating: bool) -> Plan | None:
     return plan.smaller_evaluation() if evaluating else plan.smaller()
 
 
-def compare_peak(plan: Plan, device: torch.device, copies: int = 0) -> str:
+def compare_peak(plan: Plan, device: torch.device) -> str:
     """A hint if the device's peak and the plan's differ by more than 5%; empty if not, and where it can't be told."""
     if device.type != "cuda" or plan.layout is not None:
         return ""  # of one device only is it known; a process's resident memory has its peak while the base is loaded
     used = used_bytes(device)
-    planned = plan.peak_bytes + copies
-    miss = used / planned - 1
+    miss = used / plan.peak_bytes - 1
     if abs(miss) <= PEAK_SHARE:
         return ""
     why = "rows of other lengths met" if miss < 0 else "other programs on the device count in"
-    held = f"the device held {bytes_words(used)} at most; the plan said {bytes_words(planned)}"
+    held = f"the device held {bytes_words(used)} at most; the plan said {bytes_words(plan.peak_bytes)}"
     return f"{held} ({miss:+.0%}: {why})"
 
 

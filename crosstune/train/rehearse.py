@@ -8,7 +8,7 @@ caching allocator (`memory/allocator.py`).
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import nn
 
-from crosstune.data.batches import Batch, PassSize
 from crosstune.errors import DeviceError
 from crosstune.memory.allocator import Event, Replay, replay
 from crosstune.memory.estimate import Settings
@@ -26,16 +24,13 @@ from crosstune.memory.gpus import Machine
 from crosstune.memory.plan import Plan
 from crosstune.memory.precision import repeats_heads
 from crosstune.model import block, elementwise, head
-from crosstune.model.attach import Slots, attached, resolve_targets
+from crosstune.model.attach import attached
 from crosstune.model.attention import REPEATED, register
 from crosstune.model.base import DTYPES, Base
-from crosstune.sections import Evaluate, Lora, Train
 from crosstune.train import generate
-from crosstune.train import step as training
+from crosstune.train.drill import go_through, job_of
 from crosstune.train.generate import Prompt
 from crosstune.train.kernels import CPU_TEMPORARIES, CUDA_TEMPORARIES, STAND_INS, attention_of
-from crosstune.train.lane import Lane, LaneJob
-from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.quantized import quantize_linears
 from crosstune.train.trace import META, Tracker
 from crosstune.units import bytes_words
@@ -75,7 +70,7 @@ def rehearse(
     with _as_on(machine, settings.precision), tracker:
         base = meta_base(config, settings, machine)
         tracker.track_module(base.model)
-        tracker.trace.append(("empty", 0, 0))
+        tracker.trace.append(("begin", 0, 0))
         tracker.mark("base")
         go_through(base, settings, tracker.mark, passes=passes, evaluate_tokens=evaluate_tokens)
     trace = tuple(tracker.trace)
@@ -97,8 +92,8 @@ def rehearse_answers(
     with _as_on(machine, settings.precision), patch.dict(generate.POSITIONS_A_BATCH, positions), tracker:
         base = meta_base(config, settings, machine)
         tracker.track_module(base.model)
-        tracker.trace.append(("empty", 0, 0))
-        with attached(base, [_job(base, settings).spec] * settings.lanes) as slots, _no_inference_mode():
+        tracker.trace.append(("begin", 0, 0))
+        with attached(base, [job_of(base, settings).spec] * settings.lanes) as slots, _no_inference_mode():
             tracker.mark("lanes")
             generate.generate_lanes(
                 generate.begin(slots), [prompts] * settings.lanes, generate.Sampling(2), pad_id=0, stop_ids=()
@@ -136,24 +131,6 @@ def settle(plan: Plan, config: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def go_through(
-    base: Base, settings: Settings, mark: Callable[[str], None], *, passes: int = 2, evaluate_tokens: int = 0
-) -> None:
-    """The steps themselves, on any device: `mark` is told the end of each phase."""
-    job = _job(base, settings)
-    with attached(base, [job.spec] * settings.lanes, checkpointed_layers=settings.checkpointed) as slots:
-        optimizer = LaneAdamW(slots, [job.train] * settings.lanes)
-        lanes = [Lane(job, [], (), 2) for _ in range(settings.lanes)]
-        mark("lanes")
-        batches = [_batch(settings, settings.micro_batch, dropout=settings.dropout)] * passes
-        with _marked(mark, base, optimizer):
-            for _ in range(2):
-                training.train_step(slots, optimizer, lanes, batches)
-        if evaluate_tokens:
-            _evaluate(slots, settings, evaluate_tokens)
-            mark("evaluation")
-
-
 def meta_base(config: Mapping[str, Any], settings: Settings, machine: Machine) -> Base:
     """The base as `load_base` would leave it, without data."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -174,35 +151,6 @@ def meta_base(config: Mapping[str, Any], settings: Settings, machine: Machine) -
     return base
 
 
-def _job(base: Base, settings: Settings) -> LaneJob:
-    names: str | Sequence[str] = [linear.name for linear in settings.targets] or "all-linear"
-    lora = Lora(rank=settings.rank, dropout=0.1 if settings.dropout else 0.0)
-    targets = resolve_targets(base, names)
-    return LaneJob(0, 0, lora, Train(), Evaluate(), (0,), (), targets)
-
-
-def _batch(settings: Settings, rows: int, *, dropout: bool = False) -> Batch:
-    """A pass of the longest rows, each of whose tokens is a target."""
-    lanes, width = settings.lanes, settings.tokens
-    targets = (lanes, rows * (width - 1))
-    keys = np.zeros((lanes, rows * width), np.int32) if dropout else None
-    zeros = np.zeros(targets, np.int64)
-    return Batch(
-        np.zeros((lanes * rows, width), np.int64), None, zeros, zeros, np.zeros(targets, np.float32), zeros, keys,
-        lanes * rows * width, PassSize(rows, width, rows * (width - 1)),
-    )  # fmt: skip
-
-
-@torch.no_grad()  # allocates what inference_mode does, which would hide operators inside others from the tracker
-def _evaluate(slots: Slots, settings: Settings, tokens: int) -> None:
-    """A batch as `score_lanes` makes it."""
-    rows = max(1, tokens // (settings.lanes * settings.tokens))
-    batch = training.DeviceBatch.of(_batch(settings, rows), slots.base.device)
-    slots.begin_pass(None)
-    hidden_NTH = slots.base.hidden(batch.ids_NT)
-    training.head_loss(slots.base, hidden_NTH, batch.index_KS, batch.target_KS, batch.weight_KS)
-
-
 @contextmanager
 def _as_on(machine: Machine, precision: str) -> Iterator[None]:
     """Let code that asks for the device's type take the branch of this device."""
@@ -213,38 +161,3 @@ def _as_on(machine: Machine, precision: str) -> Iterator[None]:
         kinds = {*elementwise.TRITON_ON, "meta"} if machine.kind == "cuda" else elementwise.TRITON_ON
         stack.enter_context(patch.object(elementwise, "TRITON_ON", kinds))
         yield
-
-
-@contextmanager
-def _marked(mark: Callable[[str], None], base: Base, optimizer: LaneAdamW) -> Iterator[None]:
-    """Mark the ends of forward, head, backward and optimizer."""
-    real_loss, real_pass, real_step = training.head_loss, training.run_pass, optimizer.apply
-
-    def loss(*args: Any) -> Any:
-        out = real_loss(*args)
-        mark("head")
-        return out
-
-    def run_pass(*args: Any) -> Any:
-        out = real_pass(*args)
-        mark("backward")
-        return out
-
-    def step(*args: Any) -> Any:
-        out = real_step(*args)
-        mark("optimizer")
-        return out
-
-    def forward_ended(module: nn.Module, args: Any, out: Any) -> None:
-        mark("forward")
-
-    hook = base.decoder.register_forward_hook(forward_ended)
-    try:
-        with (
-            patch.object(training, "head_loss", loss),
-            patch.object(training, "run_pass", run_pass),
-            patch.object(optimizer, "apply", step),
-        ):
-            yield
-    finally:
-        hook.remove()

@@ -22,7 +22,6 @@ from crosstune.model.device import live_bytes
 from crosstune.progress import Progress, loss_words, stage
 from crosstune.train.ahead import is_worth_it, run_largest_pass
 from crosstune.train.checkpoint import Checkpoints, Packed
-from crosstune.train.copies import copies_that_fit
 from crosstune.train.cutting import choose_cutting, sizes_of_wave
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.events import (
@@ -36,7 +35,7 @@ from crosstune.train.events import (
     StepKept,
 )
 from crosstune.train.fault import blame_each, blamed_on_wave
-from crosstune.train.graph import Passes
+from crosstune.train.graph import Passes, recorded_sizes
 from crosstune.train.lane import Lane, RowScores, Status
 from crosstune.train.once import Once
 from crosstune.train.recover import PlanChanged, WaveSplit, is_out_of_memory, next_smaller, smaller_plan, survive
@@ -84,8 +83,7 @@ class Wave:
         self.begun = time.monotonic()
         self.last: StepResult | None = None
         self.passes: Passes | None = None
-        self.copies = copies_that_fit(slots.base, plan) > 0
-        slots.keep_weights(self.copies)
+        slots.keep_weights(plan.copies)
         self.trained: dict[int, Once[Mapping[str, Tensor]]] = {}  # lane → its adapter, told while it is being scored
 
     def go_on(self, packed: Packed | None) -> None:
@@ -127,8 +125,9 @@ class Wave:
         """How passes run under the plan as it is now."""
         if self.passes is None:
             cutting = choose_cutting(self.slots, self.lanes, self.tokens, self.plan.micro_batch)
-            uses = sizes_of_wave(self.lanes, self.tokens, cutting) if self.slots.is_recordable else {}
-            self.passes = Passes(self.slots, cutting, uses, self.progress.say)
+            may_record = self.plan.recorded and self.slots.is_recordable
+            uses = sizes_of_wave(self.lanes, self.tokens, cutting) if may_record else {}
+            self.passes = Passes(self.slots, cutting, recorded_sizes(self.slots, uses), self.progress.say)
         return self.passes
 
     def _batches(self, lanes: Sequence[int]) -> list[Batch]:
@@ -147,8 +146,6 @@ class Wave:
         """`action()`; where memory runs out, again with the next smaller plan, from which the wave then goes on."""
 
         def shrink(message: str) -> None:
-            if self._give_copies_back(doing, message):
-                return
             if may_split and len(self.lanes) > 1 and next_smaller(self.plan, evaluating=evaluating) is None:
                 self._split(doing, message)
             before, lanes = self.plan, len(self.lanes)
@@ -156,21 +153,13 @@ class Wave:
             self.passes = None  # of the old plan
             self._keep_the_old_plans_work()
             self.slots.recompute_first(self.plan.checkpointed_layers)
+            if before.copies and not self.plan.copies:
+                self.slots.keep_weights(False)
             jobs = tuple(lane.job for lane in self.lanes)
             self.report(PlanChanged(jobs, self.standing.steps, doing, message, before, self.plan))
 
         with blamed_on_wave(self.standing.steps):
             return survive(action, shrink, self.slots.base.device)
-
-    def _give_copies_back(self, doing: str, message: str) -> bool:
-        """The first that goes when memory runs out, for it costs time only."""
-        if not self.copies:
-            return False
-        self.copies, self.passes = False, None
-        self.slots.keep_weights(False)
-        jobs, said = tuple(lane.job for lane in self.lanes), f"{message} (16-bit copies of the base are given back)"
-        self.report(PlanChanged(jobs, self.standing.steps, doing, said, self.plan, self.plan))
-        return True
 
     def _split(self, doing: str, message: str) -> NoReturn:
         """Go on in halves, from the state before what ran out of memory: nothing has changed since."""

@@ -14,7 +14,6 @@ from crosstune.model.base import Base
 from crosstune.model.device import Place, free_bytes
 from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints
-from crosstune.train.copies import copies_that_fit
 from crosstune.train.events import Event, GivenUp, Report
 from crosstune.train.fault import WaveFault
 from crosstune.train.lane import LaneJob
@@ -58,7 +57,7 @@ def run_waves(
         finally:
             kept.close()
         leaks.wave_ended()
-    if plan is planned and (hint := compare_peak(plan, base.device, copies_that_fit(base, plan))):
+    if plan is planned and (hint := compare_peak(plan, base.device)):
         progress.say(hint)
 
 

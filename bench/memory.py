@@ -4,6 +4,7 @@
     python -m bench.memory --out grid.jsonl --half blind    # cells not looked at while the code was written
     python -m bench.memory --out edges.jsonl --edges        # plans that just fit under a cap, and the next larger ones
     python -m bench.memory --tiny --out /tmp/grid.jsonl     # anywhere: the script itself, with tiny shapes
+    python -m bench.memory --again grid.jsonl               # anywhere: predictions of today beside the readings
     python -m bench.memory --table grid.jsonl               # what was missed, and by how much
 
 Rehearsals run in other processes beside the GPU's own work; they never see its readings.
@@ -21,7 +22,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -134,20 +135,26 @@ def random_base(config: dict[str, Any], settings: Settings, device: torch.device
 
 
 def predict(
-    config: dict[str, Any], settings: Settings, machine: Machine, expandable: bool, evaluate: int
+    config: dict[str, Any], settings: Settings, machine: Machine, expandable: bool, evaluate: int, outside: int
 ) -> dict[str, Any]:
-    """What closed form and rehearsal say; runs in a process of its own."""
+    """What closed form and rehearsal say; runs in a process of its own.
+
+    `outside`: bytes outside the allocator before the cell. One process reads all cells, and what CUDA has loaded for
+    other kernels stays.
+    """
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     began = time.monotonic()
     shape = ModelShape.from_config(config)
     closed = estimate(shape, replace(settings, evaluate_tokens=evaluate), machine)
-    shown = rehearse(config, settings, machine, evaluate_tokens=evaluate).replay(expandable=expandable)
+    rehearsal = rehearse(config, settings, machine, evaluate_tokens=evaluate)
+    shown, outside = rehearsal.replay(expandable=expandable), max(outside, rehearsal.outside_bytes)
+    closed_used = closed.reserved_bytes + outside
     return {
-        "closed_allocated": closed.allocated_bytes, "closed_used": closed.peak_bytes, "closed_at": closed.at,
+        "closed_allocated": closed.allocated_bytes, "closed_used": closed_used, "closed_at": closed.at,
         "dry_allocated": shown.peak_allocated, "dry_reserved": shown.peak_reserved, "dry_at": shown.at,
-        "dry_used": shown.peak_reserved + machine.context_bytes, "dry_phases": shown.by_mark,
+        "dry_used": shown.peak_reserved + outside, "dry_phases": shown.by_mark,
         "dry_seconds": round(time.monotonic() - began, 2),
     }  # fmt: skip
 
@@ -202,25 +209,18 @@ def run(options: argparse.Namespace) -> None:
             out.write(json.dumps(line) + "\n")
             out.flush()
 
-        free, total = torch.cuda.mem_get_info() if cuda else (0, 0)
-        reserved, allocated = (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) if cuda else (0, 0)
-        outside = total - free - reserved
         say(
-            kind="env",
-            gpu=machine.name,
-            torch=torch.__version__,
-            expandable=expandable,
-            total=total,
-            outside=outside,
-            allocated=allocated,
-        )
+            kind="env", gpu=machine.name, torch=torch.__version__, expandable=expandable, machine=asdict(machine),
+            outside=outside_now() if cuda else 0, allocated=torch.cuda.memory_allocated() if cuda else 0,
+        )  # fmt: skip
         waiting: list[tuple[dict[str, Any], Future[dict[str, Any]]]] = []
         base, held = None, None
         for name, settings in cells:
             config = MODELS[name]
             evaluate = evaluation_tokens(ModelShape.from_config(config), settings, find_gpu("h200"))
-            foretold = pool.submit(predict, config, settings, machine, expandable, evaluate)
-            line: dict[str, Any] = {"kind": "cell", **named(name, settings)}
+            outside = outside_now() if cuda else 0
+            foretold = pool.submit(predict, config, settings, machine, expandable, evaluate, outside)
+            line: dict[str, Any] = {"kind": "cell", **named(name, settings), "outside": outside}
             if time.monotonic() - began > options.seconds:
                 line["skipped"] = True
             else:
@@ -239,6 +239,30 @@ def run(options: argparse.Namespace) -> None:
         for line, foretold in waiting:
             say(**line, **foretold.result())
         say(kind="done", seconds=round(time.monotonic() - began, 1))
+
+
+def outside_now() -> int:
+    """Bytes that the device holds outside PyTorch's allocator."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def again(path: Path, models: list[str], processes: int) -> None:
+    """Make the predictions anew beside a file's readings."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    cells = {json.dumps(named(name, settings)): (name, settings) for name, settings in grid(models, "all")}
+    machine = Machine(**{**lines[0]["machine"], "capability": tuple(lines[0]["machine"]["capability"])})
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        foretold = {}
+        for place, line in enumerate(lines):
+            if line["kind"] == "cell":
+                name, settings = cells[json.dumps({key: line[key] for key in named("", Settings(1, 1, 1))})]
+                evaluate = evaluation_tokens(ModelShape.from_config(MODELS[name]), settings, find_gpu("h200"))
+                told = (MODELS[name], settings, machine, lines[0]["expandable"], evaluate, line["outside"])
+                foretold[place] = pool.submit(predict, *told)
+        for place, found in foretold.items():
+            lines[place] |= found.result()
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 EDGES = (  # model, quantisation, GiB of the capped process, tokens of a row
@@ -366,11 +390,14 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: tests the script")
     parser.add_argument("--edges", action="store_true", help="plans that just fit under a cap")
     parser.add_argument("--table", help="print the table of this file")
+    parser.add_argument("--again", type=Path, help="make the predictions of this file anew, beside its readings")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     if options.table:
         table(options.table)
+    elif options.again:
+        again(options.again, options.models, options.processes)
     else:
         edges(options) if options.edges else run(options)
 

@@ -120,6 +120,8 @@ def _pool_texts(metric: Metric, marks: Columns, groups: NDArray[Any] | None) -> 
 def _pool_choice(metric: Metric, marks: Columns, groups: NDArray[Any] | None) -> Interval:
     right, chances = right_and_chances(marks)
     groups = None if groups is None else groups[marks["label"] >= 0]
+    if metric.rows is not None:
+        return ratio_interval(metric.rows(right, chances), groups=groups, resamples=1000)
     return statistic_interval(
         lambda rows: metric.of_chances(right[rows], chances[rows]), len(right), groups=groups, resamples=500
     )

@@ -35,7 +35,7 @@ def table(file: Path) -> str:
         f"`bench/{file.name}`: {env.get('gpu', '')}, torch {env.get('torch', '')}, {len(cells or edges)} settings.\n"
     ]
     if cells:
-        out += [misses(cells), *rows_of(cells)]
+        out += [misses(cells), within(cells), *rows_of(cells)]
     if edges:
         out += [
             "| model | GiB | lanes × rows × tokens | recomputed | runs | one layer less |",
@@ -58,6 +58,21 @@ def misses(cells: list[dict[str, Any]]) -> str:
     return "\n".join(out) + "\n"
 
 
+def within(cells: list[dict[str, Any]]) -> str:
+    """How many cells meet the goals."""
+    out = []
+    for words, said, real, share, least in (
+        ("rehearsed allocated bytes within 0.5% or 32 MiB", "dry_allocated", "allocated", 0.005, 32),
+        ("rehearsed reserved bytes within 3% or 128 MiB", "dry_reserved", "reserved", 0.03, 128),
+        ("allocated bytes of the closed form within 2%", "closed_allocated", "allocated", 0.02, 0),
+        ("rehearsed used bytes within 3%", "dry_used", "used", 0.03, 0),
+        ("used bytes of the closed form within 3%", "closed_used", "used", 0.03, 0),
+    ):
+        met = [abs(cell[said] - cell[real]) <= max(share * cell[real], least * MIB) for cell in cells]
+        out.append(f"{words} in {sum(met)} of {len(met)}")
+    return f"{'; '.join(out)}.\n".capitalize()
+
+
 FIGURES = (
     ("rehearsal, allocated", "dry_allocated", "allocated"), ("rehearsal, reserved", "dry_reserved", "reserved"),
     ("rehearsal, device's used bytes", "dry_used", "used"), ("closed form, allocated", "closed_allocated", "allocated"),
@@ -71,7 +86,7 @@ def rows_of(cells: list[dict[str, Any]]) -> list[str]:
     out = [f"| {' | '.join((*heads, 'used MiB', 'rehearsal'))} |", "|---|---|" + "--:|" * 7]
     for c in cells:
         errors = [f"{100 * (c[said] / c[real] - 1):+.2f}%" for _, said, real in FIGURES]
-        width = f"{c['lanes']} × {c['rows']} × {c['tokens']}"
+        width = f"{c['lanes']} × {c['rows']} × {c['tokens']}" + ", graphs" * c["recorded"] + ", copies" * c["copies"]
         words = (f"{c['model']} {c['quantization']}", width, str(c["checkpointed"]), str(c["rank"]))
         sizes = (f"{c['allocated'] / MIB:,.0f}", errors[0], errors[3], f"{c['used'] / MIB:,.0f}", errors[2])
         out.append(f"| {' | '.join((*words, *sizes))} |")

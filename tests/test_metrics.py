@@ -176,3 +176,14 @@ def test_every_metric_says_what_it_is_and_none_without_rows():
         assert metric.description.endswith(".") or metric.description.endswith(")."), metric.name
         if metric.kind == "text":
             assert math.isnan(metric.of_texts([], []))
+
+
+@pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.rows is not None])
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_choice_that_has_a_number_for_each_row_is_their_mean(name, classes):
+    rng = np.random.default_rng(classes)
+    labels, chances = rng.integers(0, classes, 80), rng.dirichlet(np.ones(classes), 80)
+    chances[:2] = np.eye(classes)[[0, 1]]  # as sure as can be, once right and once wrong
+    labels[:2] = 0
+    metric = METRICS[name]
+    assert metric.rows(labels, chances).mean() == pytest.approx(metric.of_chances(labels, chances), rel=1e-12)

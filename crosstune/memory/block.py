@@ -166,8 +166,11 @@ class FusedBlock(Block):
         states = N * c * h * (2 + again)
         low = N * c * self.settings.rank
         down, wide = self._weights
-        masks = N * (2 * c + 5) * f if self.settings.dropout else 0
-        ways = [(states + N * c * f + low + down + masks, down), (states + N * c * h + low + wide, wide)]
+        masked = N * c * f if self.settings.dropout else 0  # gone before the weight is made
+        ways = [
+            (states + N * c * f + low + max(down, masked), down if down > masked else 0),
+            (states + N * c * h + low + wide, wide),
+        ]
         if self.settings.quantization == "int8":  # forward: a product in int32, in fp16, in the compute type
             ways.append((N * (f * (6 if self.settings.precision == "fp16" else 8) + (2 + again) * c * h + h), 0))
         return max(ways)

@@ -27,7 +27,10 @@ Kind = Literal["loss", "text", "choice"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `row`: one number for one row, averaged; `whole`: one number for all rows at once."""
+    """One metric. `row`: one number for one row, averaged; `whole`: one number for all rows at once.
+
+    `rows`: of a choice, each row's number, where the metric is their mean.
+    """
 
     name: str
     kind: Kind
@@ -35,6 +38,7 @@ class Metric:
     description: str
     row: Callable[[str, str], float] | None = None
     whole: Callable[[Any, Any], Any] | None = None
+    rows: Callable[[Any, Any], NDArray[np.float64]] | None = None
 
     def by_row(self, predicted: Sequence[str], wanted: Sequence[str]) -> NDArray[np.float64] | None:
         """Each row's own score, where the metric has one."""
@@ -85,8 +89,14 @@ def _corpus(name: str, function: Callable[[Sequence[str], Sequence[str]], float]
     return Metric(name, "text", True, _first_line(function), whole=function)
 
 
-def _choice(name: str, function: Callable[[Any, Any], float], higher: bool = True) -> Metric:
-    return Metric(name, "choice", higher, _first_line(function), whole=function)
+def _choice(
+    name: str,
+    function: Callable[[Any, Any], float],
+    rows: Callable[[Any, Any], NDArray[np.float64]] | None = None,
+    *,
+    higher: bool = True,
+) -> Metric:
+    return Metric(name, "choice", higher, _first_line(function), whole=function, rows=rows)
 
 
 METRICS = {
@@ -106,14 +116,14 @@ METRICS = {
         _row("json_valid", text.json_valid),
         _row("json_fields", text.json_fields),
         _row("numeric_match", text.numeric_match),
-        _choice("accuracy", choice.accuracy),
+        _choice("accuracy", choice.accuracy, choice.right_by_row),
         _choice("balanced_accuracy", choice.balanced_accuracy),
         _choice("macro_f1", choice.macro_f1),
-        _choice("micro_f1", choice.micro_f1),
+        _choice("micro_f1", choice.micro_f1, choice.right_by_row),
         _choice("mcc", choice.mcc),
-        _choice("log_loss", choice.log_loss, higher=False),
+        _choice("log_loss", choice.log_loss, choice.log_loss_by_row, higher=False),
         _choice("roc_auc", choice.roc_auc),
-        _choice("brier", choice.brier, higher=False),
+        _choice("brier", choice.brier, choice.brier_by_row, higher=False),
         _choice("ece", choice.ece, higher=False),
     )
 }

@@ -28,6 +28,11 @@ def accuracy(labels: Labels, chances: Chances) -> float:
     return float(sk.accuracy_score(labels, picked(chances)))
 
 
+def right_by_row(labels: Labels, chances: Chances) -> NDArray[np.float64]:
+    """1 where the right label was picked, else 0: accuracy is their mean."""
+    return (picked(chances) == labels).astype(np.float64)
+
+
 def balanced_accuracy(labels: Labels, chances: Chances) -> float:
     """Mean over labels of the share found: every label weighs the same, however rare."""
     with warnings.catch_warnings():
@@ -55,6 +60,12 @@ def log_loss(labels: Labels, chances: Chances) -> float:
     return float(sk.log_loss(labels, chances, labels=np.arange(chances.shape[1])))
 
 
+def log_loss_by_row(labels: Labels, chances: Chances) -> NDArray[np.float64]:
+    """Each row's −log of the probability given to the right label, which scikit-learn takes to be at least 2.2e-16."""
+    least = np.finfo(chances.dtype).eps
+    return -np.log(np.clip(chances[np.arange(len(labels)), labels], least, 1 - least))
+
+
 def roc_auc(labels: Labels, chances: Chances) -> float:
     """Area under the ROC curve; more than two labels: the mean over each label against the rest.
 
@@ -76,8 +87,13 @@ def brier(labels: Labels, chances: Chances) -> float:
 
     scikit-learn's convention. Its own function takes more than two labels from version 1.7 only, hence this line.
     """
-    truth = np.eye(chances.shape[1])[labels]
-    return float(((chances - truth) ** 2).sum(axis=1).mean()) / (2 if chances.shape[1] == 2 else 1)
+    return float(brier_by_row(labels, chances).mean())
+
+
+def brier_by_row(labels: Labels, chances: Chances) -> NDArray[np.float64]:
+    """Each row's own."""
+    squares: NDArray[np.float64] = (chances - np.eye(chances.shape[1])[labels]) ** 2
+    return squares.sum(axis=1) / (2 if chances.shape[1] == 2 else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 
 from crosstune.errors import DeviceError
 from crosstune.memory.allocator import Event, Replay, replay
-from crosstune.memory.estimate import Settings
+from crosstune.memory.estimate import Settings, outside_bytes
 from crosstune.memory.gpus import Machine
 from crosstune.memory.plan import Plan
 from crosstune.memory.precision import repeats_heads
@@ -45,6 +45,7 @@ class Rehearsal:
 
     trace: tuple[Event, ...]
     machine: Machine
+    outside_bytes: int  # context and libraries
 
     def replay(self, *, expandable: bool | None = None, limit: int | None = None) -> Replay:
         """What PyTorch's allocator would show on the device."""
@@ -55,7 +56,7 @@ class Rehearsal:
     @property
     def used_bytes(self) -> int:
         """What the device would show as used."""
-        return self.replay().peak_reserved + self.machine.context_bytes
+        return self.replay().peak_reserved + self.outside_bytes
 
 
 def rehearse(
@@ -75,7 +76,7 @@ def rehearse(
         go_through(base, settings, tracker.mark, passes=passes, evaluate_tokens=evaluate_tokens)
     trace = tuple(tracker.trace)
     gc.collect()
-    return Rehearsal(trace, machine)
+    return Rehearsal(trace, machine, outside_bytes(settings, machine))
 
 
 def rehearse_answers(
@@ -101,7 +102,7 @@ def rehearse_answers(
             tracker.mark("answers")
     trace = tuple(tracker.trace)
     gc.collect()
-    return Rehearsal(trace, machine)
+    return Rehearsal(trace, machine, outside_bytes(settings, machine))
 
 
 @contextmanager
@@ -119,7 +120,7 @@ def settle(plan: Plan, config: Mapping[str, Any]) -> Plan:
     """
     while plan.peak_bytes > SURE_SHARE * plan.free_bytes or not plan.job.shape.known:
         rehearsal = rehearse(config, plan.widths, plan.job.machine, evaluate_tokens=plan.evaluate_tokens)
-        if rehearsal.replay(limit=plan.free_bytes - plan.job.machine.context_bytes).fits:
+        if rehearsal.replay(limit=plan.free_bytes - rehearsal.outside_bytes).fits:
             return replace(plan, peak_bytes=min(rehearsal.used_bytes, plan.free_bytes))
         smaller = plan.smaller() or plan.smaller_evaluation()
         if smaller is None:

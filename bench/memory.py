@@ -220,7 +220,7 @@ def run(options: argparse.Namespace) -> None:
             evaluate = evaluation_tokens(ModelShape.from_config(config), settings, find_gpu("h200"))
             outside = outside_now() if cuda else 0
             foretold = pool.submit(predict, config, settings, machine, expandable, evaluate, outside)
-            line: dict[str, Any] = {"kind": "cell", **named(name, settings), "outside": outside}
+            line: dict[str, Any] = {"kind": "cell", **named(name, settings), "evaluate": evaluate, "outside": outside}
             if time.monotonic() - began > options.seconds:
                 line["skipped"] = True
             else:
@@ -257,8 +257,7 @@ def again(path: Path, models: list[str], processes: int) -> None:
         for place, line in enumerate(lines):
             if line["kind"] == "cell":
                 name, settings = cells[json.dumps({key: line[key] for key in named("", Settings(1, 1, 1))})]
-                evaluate = evaluation_tokens(ModelShape.from_config(MODELS[name]), settings, find_gpu("h200"))
-                told = (MODELS[name], settings, machine, lines[0]["expandable"], evaluate, line["outside"])
+                told = (MODELS[name], settings, machine, lines[0]["expandable"], line["evaluate"], line["outside"])
                 foretold[place] = pool.submit(predict, *told)
         for place, found in foretold.items():
             lines[place] |= found.result()

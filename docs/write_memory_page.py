@@ -70,7 +70,8 @@ def within(cells: list[dict[str, Any]]) -> str:
     ):
         met = [abs(cell[said] - cell[real]) <= max(share * cell[real], least * MIB) for cell in cells]
         out.append(f"{words} in {sum(met)} of {len(met)}")
-    return f"{'; '.join(out)}.\n".capitalize()
+    words = "; ".join(out)
+    return f"{words[0].upper()}{words[1:]}.\n"
 
 
 FIGURES = (

@@ -12,7 +12,7 @@ import torch
 
 from crosstune.data.batches import collate
 from crosstune.model import block
-from crosstune.model.attach import attached
+from crosstune.model.attach import _initial_a, attached
 from crosstune.model.base import Base
 from crosstune.train.cutting import Cutting
 from crosstune.train.evaluate import score_base, score_lanes
@@ -119,9 +119,20 @@ def test_an_untrained_lane_answers_as_the_base_and_a_reused_slot_starts_from_zer
         for scores in score_lanes(slots, tokens, [rows, rows]):
             np.testing.assert_allclose(scores.nll, plain.nll, rtol=1e-6)
         slots.master_KP.normal_(), slots.grad_KP.normal_()
-        for k, job in enumerate(jobs):
-            slots.reset(k, job.spec)
+        slots.reset({k: job.spec for k, job in enumerate(jobs)})
         assert torch.equal(slots.master_KP, fresh) and not slots.grad_KP.any()
+
+
+def test_lanes_are_drawn_by_threads_as_one_after_another(base):
+    specs = [fold_job(base, fold, lora=lora).spec for fold, lora in enumerate(MIXED)]
+    with attached(base, specs) as slots:
+        for site in slots.sites:
+            a_KRI, b_KOR = slots.views(slots.master_KP, site)
+            for k, spec in enumerate(specs):
+                rank = spec.lora.rank if site.name in spec.targets else 0
+                assert rank == 0 or torch.equal(a_KRI[k, :rank], _initial_a(spec, site))
+                assert not a_KRI[k, rank:].any()
+            assert not b_KOR.any()
 
 
 def test_padding_of_smaller_ranks_and_missing_targets_stays_zero(base):

@@ -8,15 +8,15 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from crosstune.errors import RunError
-from crosstune.store.files import guard, sync_folder
+from crosstune.store.files import beside, guard, sync, sync_folder
 
 CHECKSUMS = "SHA256SUMS"
+PIECE = 8 << 20  # bytes hashed at a time: other threads wait for Python's lock between pieces only
 
 
 @contextmanager
@@ -29,11 +29,11 @@ def new_folder(path: str | os.PathLike[str], *, marker: str) -> Iterator[Path]:
     refuse_occupied(final, marker=marker)
     with guard("writing", final):
         final.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+        work = beside(final)
+        work.mkdir()
     try:
         yield work
         with guard("writing", final):
-            work.chmod(0o777 & ~_umask())  # mkdtemp gives 0700; the result should read like any other folder
             _flush(work)
             _put(work, final)
     finally:
@@ -78,7 +78,7 @@ def sha256(file: Path) -> str:
     """SHA-256 of a file, read in pieces."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while piece := stream.read(1 << 20):
+        while piece := stream.read(PIECE):
             digest.update(piece)
     return digest.hexdigest()
 
@@ -89,7 +89,7 @@ def _put(work: Path, final: Path) -> None:
         sync_folder(final.parent)
         return
     # A non-empty folder can't be renamed over: the old one steps aside first, and is deleted last.
-    old = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.old."))
+    old = beside(final, ".old")
     final.replace(old)
     work.replace(final)
     sync_folder(final.parent)
@@ -99,13 +99,6 @@ def _put(work: Path, final: Path) -> None:
 def _flush(folder: Path) -> None:
     """Flush every file to the disk, then the folders that name them."""
     for file in sorted(place for place in folder.rglob("*") if place.is_file()):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
+        sync(file)
     for place in [*(place for place in folder.rglob("*") if place.is_dir()), folder]:
         sync_folder(place)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

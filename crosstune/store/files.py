@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 
 from crosstune.errors import RunError
 
@@ -43,16 +43,16 @@ def write_file(path: Path, fill: bytes | Callable[[Path], object]) -> None:
     """Write `path` so that it is old or new, never half. `fill`: its bytes, or a function that writes a file."""
     with guard("writing", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        os.close(handle)
-        part = Path(name)
+        part = beside(path, ".part")
         try:
+            part.touch(exist_ok=False)
+            mode = part.stat().st_mode
             if isinstance(fill, bytes):
                 part.write_bytes(fill)
             else:
                 fill(part)
-            _sync(part)  # opened anew: `fill` may have put another file in the place of the empty one
-            part.chmod(0o666 & ~_umask())  # mkstemp makes 0600, which hides a shared run from the group
+            sync(part)  # opened anew: `fill` may have put another file in the place of the empty one,
+            part.chmod(mode)  # and safetensors makes 0600, which hides a shared run from the group
             part.replace(path)
         except BaseException:  # also Ctrl-C: no half file stays behind
             with suppress(OSError):
@@ -61,10 +61,15 @@ def write_file(path: Path, fill: bytes | Callable[[Path], object]) -> None:
         sync_folder(path.parent)
 
 
+def beside(path: Path, ending: str = "") -> Path:
+    """A name for what is to take the place of `path` once it is whole. Nothing has it yet."""
+    return path.parent / f".{path.name}.{token_hex(4)}{ending}"
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries: without it a rename may be undone by a power cut. Some systems can't, and needn't."""
     with suppress(OSError):
-        _sync(folder)
+        sync(folder)
 
 
 def sweep_parts(folder: Path) -> None:
@@ -76,15 +81,10 @@ def sweep_parts(folder: Path) -> None:
             part.unlink(missing_ok=True)
 
 
-def _sync(place: Path) -> None:
+def sync(place: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
     handle = os.open(place, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

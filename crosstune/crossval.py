@@ -170,10 +170,11 @@ def _train(run: Run, work: _Work) -> None:
         run, search, lambda trial: _as_kept(run, make_jobs(work.workers, trial, work.folds)),
         trials=trials, lanes=plan.lanes, metric=metric, report=recorder, examine=examine,
     )  # fmt: skip
-    work.workers.run_waves(
-        schedule.waves(), work.tokens, plan, report=schedule.report, checkpoints=checkpoints,
-        given_up=schedule.given_up if search.waits else None,
-    )  # fmt: skip
+    with recorder:
+        work.workers.run_waves(
+            schedule.waves(), work.tokens, plan, report=schedule.report, checkpoints=checkpoints,
+            given_up=schedule.given_up if search.waits else None,
+        )  # fmt: skip
     schedule.catch_up()
     write_out_of_fold(run)
     with blamed(_refuse_metric):  # all lanes are over: no lane's fault

@@ -17,7 +17,7 @@ from torch import Tensor
 from crosstune.data.tokens import Tokens
 from crosstune.export.adapter import Written, save_adapter, write_weights
 from crosstune.recipe import Recipe
-from crosstune.store.run import Run
+from crosstune.store.run import Lane, Run
 from crosstune.sweep import Trial
 from crosstune.train.events import (
     Event,
@@ -25,6 +25,7 @@ from crosstune.train.events import (
     LaneFinished,
     LaneGivenUp,
     LaneRetired,
+    LanesOver,
     LaneTrained,
     StepKept,
     WaveFinished,
@@ -33,7 +34,7 @@ from crosstune.train.fault import blamed
 from crosstune.train.lane import LaneJob, RowScores
 from crosstune.train.recover import PlanChanged, WaveSplit
 
-WRITERS = 8  # adapters written at a time, while their lanes are scored
+WRITERS = 16  # adapters written while their lanes are scored, and folders made, at a time
 EARLY = ".adapter.part"  # an adapter's tensors, until its scores are known
 
 
@@ -51,13 +52,21 @@ class Recorder:
     def __post_init__(self) -> None:
         self._scored = {(event["trial"], event["fold"], event["step"]) for event in self.run.events("lane_evaluated")}
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="crosstune-writer")
-        self._being_written: dict[tuple[int, int | None], Future[Written]] = {}
+        self._being_written: dict[Lane, Future[Any]] = {}  # adapters of lanes that are being scored
+        self._being_saved: dict[Lane, Future[Any]] = {}  # lanes that are over
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """However the waves ended: no thread writes any more."""
+        self._writers.shutdown(wait=True, cancel_futures=True)
 
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
         if (
             isinstance(event, StepKept | LaneTrained | LaneFinished | LaneRetired | LaneGivenUp)
-            and (event.job.trial, event.job.fold) in self.run.lanes_over()
+            and _key(event.job) in self.run.lanes_over()
         ):
             return
         if isinstance(event, LaneEvaluated):
@@ -74,6 +83,10 @@ class Recorder:
                 return
             file = self.folder(event.job) / EARLY
             self._being_written[_key(event.job)] = self._writers.submit(_write, file, event.adapter)
+        elif isinstance(event, LanesOver):
+            for lane in event.lanes:
+                if _key(lane.job) not in self.run.lanes_over():
+                    self._begin_to_save(lane)
         elif isinstance(event, LaneFinished):
             with blamed(lambda reason: self._fail(event.job, reason, event.steps)):
                 self._finish(event)
@@ -88,20 +101,34 @@ class Recorder:
             self.run.record("wave_finished", lanes=[[job.trial, job.fold] for job in event.jobs], **facts)
 
     def _fail(self, job: LaneJob, reason: str, step: int) -> None:
-        if (writing := self._being_written.pop(_key(job), None)) is not None:
-            wait([writing])
+        for under_way in (self._being_written, self._being_saved):
+            if (writing := under_way.pop(_key(job), None)) is not None:
+                wait([writing])
         shutil.rmtree(self.folder(job), ignore_errors=True)  # what was written of it before it failed
         self.run.record("lane_failed", **_lane(job), reason=reason, step=step)
 
     def _keep_step(self, event: StepKept) -> None:
         """Write the best adapter so far, then remove the one that it beat: the number of files stays bounded."""
         name = f"step-{event.step:06d}"
-        self._save(event.job, event.adapter, name, {"step": event.step})
+        self._save_adapter(event.job, event.adapter, name, {"step": event.step})
         for old in self.folder(event.job).glob("step-*"):
             if old.name != name:
                 shutil.rmtree(old)
 
+    def _begin_to_save(self, event: LaneFinished) -> None:
+        written = self._being_written.pop(_key(event.job), None)
+        self._being_saved[_key(event.job)] = self._writers.submit(self._save, event, written)
+
     def _finish(self, event: LaneFinished) -> None:
+        """The lane's line in the journal, once its folder is on the disk."""
+        if _key(event.job) not in self._being_saved:
+            self._begin_to_save(event)
+        record = self._being_saved.pop(_key(event.job)).result()
+        losses = [_short(loss) for loss in event.losses]
+        self.run.record("lane_finished", **_lane(event.job), **record, seconds=event.seconds, losses=losses)
+
+    def _save(self, event: LaneFinished, written: Future[Written] | None) -> dict[str, Any]:
+        """The lane's rows and adapter, by a thread of its own: what the journal then says of it."""
         job, scores = event.job, event.scores
         base = _only(self.base_scores, scores.rows)
         record = {
@@ -109,7 +136,6 @@ class Recorder:
             "steps": event.steps, "kept_step": event.kept_step, "status": event.status.value, "reason": event.reason,
             "optimistic": job.is_optimistic, "train_rows": len(job.train_rows),
         }  # fmt: skip
-        self._save(job, event.adapter, "adapter", record)
         columns = {
             "row": self.tokens.numbers[scores.rows],
             "tokens": scores.targets,
@@ -119,17 +145,23 @@ class Recorder:
             "base_hits": base.hits,
         }
         self.run.write_lane_rows(job.trial, job.fold, columns)
-        losses = [_short(loss) for loss in event.losses]
-        self.run.record("lane_finished", **_lane(job), **record, seconds=event.seconds, losses=losses)
+        self._save_adapter(job, event.adapter, "adapter", record, None if written is None else written.result)
+        return record
 
-    def _save(self, job: LaneJob, adapter: Mapping[str, Tensor], name: str, record: Mapping[str, Any]) -> None:
+    def _save_adapter(
+        self,
+        job: LaneJob,
+        adapter: Mapping[str, Tensor],
+        name: str,
+        record: Mapping[str, Any],
+        written: Callable[[], Written] | None = None,
+    ) -> None:
         card = {
             "trial": job.trial, "fold": "all rows" if job.fold is None else job.fold,
             "quantization": self.recipe.model.quantization,  # of the base: generate asks on the same
             "settings": dict(self.trials[job.trial].settings), "lora": job.lora.model_dump(mode="json"),
             "train": job.train.model_dump(mode="json"), "result": {key: _short(value) for key, value in record.items()},
         }  # fmt: skip
-        writing = self._being_written.pop(_key(job), None) if name == "adapter" else None
         save_adapter(
             self.folder(job) / name,
             adapter,
@@ -139,7 +171,7 @@ class Recorder:
             tokenizer=self.tokenizer,
             stop_ids=self.tokens.stop_ids,
             card=card,
-            written=None if writing is None else writing.result(),
+            written=written,
         )
 
     def folder(self, job: LaneJob) -> Path:
@@ -187,7 +219,7 @@ def _write(file: Path, fetch: Callable[[], Mapping[str, Tensor]]) -> Written:
     return write_weights(file, fetch())
 
 
-def _key(job: LaneJob) -> tuple[int, int | None]:
+def _key(job: LaneJob) -> Lane:
     return job.trial, job.fold
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from crosstune.export.folder import new_folder, sha256, write_checksums
 from crosstune.export.serve import serve_section, write_modelfile
 from crosstune.export.weights import write_tensors
 from crosstune.sections import Lora
-from crosstune.store.files import guard
+from crosstune.store.files import guard, sync
 from crosstune.store.secrets import redact, redact_tree
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ WEIGHTS, CONFIG, GENERATION = "adapter_model.safetensors", "adapter_config.json"
 FACTS = "crosstune.json"  # the card's facts, for machines
 BASE_CHECKSUMS = "BASE_SHA256SUMS"  # the base's weight files, as they were when the adapter was trained
 KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
+
+ONE_AT_A_TIME = threading.Lock()  # for what libraries write: none of them says that two threads may do it at once
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def save_adapter(
     stop_ids: Iterable[int],
     card: Mapping[str, Any],
     base_files: Mapping[str, str] | None = None,
-    written: Written | None = None,
+    written: Callable[[], Written] | None = None,
 ) -> None:
     """Write a folder that `PeftModel.from_pretrained`, vLLM and llama.cpp's converter open.
 
@@ -65,18 +69,17 @@ def save_adapter(
     stop_ids      every token that ends an answer; all of them go into generation_config.json
     card          facts for README.md: plain values, and mappings, which become tables of their own
     base_files    SHA-256 of the base's weight files (`weights_checksums`): merging into others is then refused
-    written       the tensors' file if `write_weights` has made it: it is moved into the folder
+    written       waits for the tensors' file if another thread makes it (`write_weights`): it is moved into the folder
     """
     names, base_name = sorted(set(target_names)), redact(base_name)  # a URL may hold a password
     _assert_whole(tensors, lora, names)
     with new_folder(folder, marker=CONFIG) as work, guard("writing", Path(folder)):
-        written = written or write_weights(work / WEIGHTS, tensors)
-        written.file.replace(work / WEIGHTS)
-        write_json(work / CONFIG, peft_config(lora, names, base_name))
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, work)
-            write_modelfile(work, tokenizer, stop_ids, source={"FROM": public_name(base_name), "ADAPTER": "."})
-        write_generation_config(work, tokenizer, stop_ids)
+        with ONE_AT_A_TIME:
+            write_json(work / CONFIG, peft_config(lora, names, base_name))
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, work)
+                write_modelfile(work, tokenizer, stop_ids, source={"FROM": public_name(base_name), "ADAPTER": "."})
+            write_generation_config(work, tokenizer, stop_ids)
         if base_files:
             sums = "".join(f"{digest}  {name}\n" for name, digest in sorted(base_files.items()))
             (work / BASE_CHECKSUMS).write_text(sums, encoding="utf-8")
@@ -85,7 +88,9 @@ def save_adapter(
         serve = serve_section("adapter", base_name=base_name, rank=lora.rank)
         text = model_card(facts, base_name=base_name, kind="adapter", serve=serve)
         (work / "README.md").write_text(text, encoding="utf-8")
-        write_checksums(work, known={WEIGHTS: written.digest})
+        weights = written() if written else write_weights(work / WEIGHTS, tensors)
+        weights.file.replace(work / WEIGHTS)
+        write_checksums(work, known={WEIGHTS: weights.digest})
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -101,13 +106,21 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
     """The tensors' file by itself: most of the time that an adapter's folder takes, for a thread of its own."""
-    plain = {key: tensor.detach().to("cpu", torch.float32).contiguous() for key, tensor in tensors.items()}
+    plain = {key: _plain(tensor) for key, tensor in tensors.items()}
     with guard("writing", file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(file, plain)
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    return Written(file, sha256(file))
+        with ThreadPoolExecutor(1) as other:  # the bytes are in memory still: hashed while the disk takes them
+            flushed = other.submit(sync, file)
+            digest = sha256(file)
+            flushed.result()
+    return Written(file, digest)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it is written. One that is so already isn't touched: each call gives Python's lock away."""
+    is_plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    return tensor if is_plain and not tensor.requires_grad else tensor.detach().to("cpu", torch.float32).contiguous()
 
 
 def peft_config(lora: Lora, target_names: Sequence[str], base_name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -32,6 +33,7 @@ def model_card(card: Mapping[str, Any], *, base_name: str, kind: str, serve: str
     return "\n\n".join(parts) + "\n"
 
 
+@cache  # reading one takes a millisecond
 def versions() -> dict[str, str]:
     """Versions of the packages that made the weights."""
     return {"crosstune": __version__, **{package: version(package) for package in PACKAGES}}

@@ -58,6 +58,17 @@ class LaneFinished:
 
 
 @dataclass(frozen=True)
+class LanesOver:
+    """These lanes are over, and each is told by itself next.
+
+    Told so that they can be saved side by side: whoever saves them begins all, then waits for each as it is told.
+    Whoever isn't helped by that may pass it over.
+    """
+
+    lanes: tuple[LaneFinished, ...]
+
+
+@dataclass(frozen=True)
 class LaneRetired:
     """A lane failed. Nothing of it is kept."""
 
@@ -89,6 +100,6 @@ class WaveFinished:
 
 
 LaneEvent = LaneEvaluated | StepKept | LaneTrained | LaneFinished | LaneRetired | LaneGivenUp
-Event = LaneEvent | PlanChanged | WaveSplit | WaveFinished
+Event = LaneEvent | LanesOver | PlanChanged | WaveSplit | WaveFinished
 Report = Callable[[Event], None]
 GivenUp = Callable[[LaneJob], str]  # why the lane's trial is given up; empty if it isn't

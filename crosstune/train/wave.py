@@ -30,6 +30,7 @@ from crosstune.train.events import (
     LaneFinished,
     LaneGivenUp,
     LaneRetired,
+    LanesOver,
     LaneTrained,
     Report,
     StepKept,
@@ -44,7 +45,7 @@ from crosstune.train.spread_optimizer import lane_adamw
 from crosstune.train.state import Standing, pack_wave, unpack_wave
 from crosstune.train.step import StepResult, step_batches, train_step
 
-TOLD_EARLY = 8  # adapters at most that wait in main memory for their scores
+TOGETHER = 8  # adapters at most that are in main memory: told before their lanes are scored, then saved together
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ class Wave:
             stops = self._score(stop_rows) if any(stop_rows) else scores
         held = [scores[k].loss if k in due else None for k in range(len(lanes))]
         self.progress.advance(0, note="held out: " + loss_words(held))
+        over: list[int] = []
         stops = [stop if rows else score for stop, rows, score in zip(stops, stop_rows, scores, strict=True)]
         for k in due:
             lane = lanes[k]
@@ -257,12 +259,13 @@ class Wave:
             if lane.job.train.stop is not None and lane.note_stop_loss(stop_loss(lane, stops[k])):
                 self._keep(k, scores[k])
             if not lane.is_fed:
-                self._finish(k, scores[k])
+                over.append(k)
+        self._finish(over, scores)
         self._give_up()
 
     def _tell_trained(self, due: Sequence[int]) -> None:
         """The lanes whose scores no longer decide on their adapter: it can be written while they are scored."""
-        for k in due[:TOLD_EARLY]:
+        for k in due[:TOGETHER]:
             lane = self.lanes[k]
             if lane.status is Status.RUNNING and not lane.is_fed and lane.job.train.stop is None:
                 self.trained[k] = Once(self.slots.adapter_later(k))
@@ -287,19 +290,30 @@ class Wave:
             self.standing.best[k], self.standing.best_scores[k] = best, scores
             self.report(StepKept(self.lanes[k].job, self.lanes[k].step, adapter))
 
-    def _finish(self, k: int, scores: RowScores) -> None:
+    def _finish(self, over: Sequence[int], scores: Sequence[RowScores]) -> None:
+        """Tell of the lanes that are over, some at a time. Those at hand are told of, even if the next one raises."""
+        for start in range(0, len(over), TOGETHER):
+            ended: dict[int, LaneFinished] = {}
+            try:
+                for k in over[start : start + TOGETHER]:
+                    ended[k] = self._ended(k, scores[k])
+            finally:
+                self.report(LanesOver(tuple(ended.values())))
+                for k, event in ended.items():
+                    self.lanes[k].status = event.status
+                    self.standing.best.pop(k, None), self.standing.best_scores.pop(k, None)
+                    self.report(event)
+
+    def _ended(self, k: int, scores: RowScores) -> LaneFinished:
+        """Lane k at its end. A checkpoint that is made meanwhile must still say that it is to be told of."""
         lane, kept = self.lanes[k], self.lanes[k].step
         if k in self.standing.best:
-            self.slots.put_row(k, self.standing.best.pop(k))
-            kept, scores = lane.best_step, self.standing.best_scores.pop(k)
-        if lane.status is Status.RUNNING:
-            lane.status = Status.DONE
-        seconds = time.monotonic() - self.begun
-        adapter = self._adapter(k)
-        self.report(
-            LaneFinished(
-                lane.job, lane.status, lane.reason, lane.step, kept, scores, adapter, tuple(lane.losses), seconds
-            )
+            self.slots.put_row(k, self.standing.best[k])
+            kept, scores = lane.best_step, self.standing.best_scores[k]
+        adapter, seconds = self._adapter(k), time.monotonic() - self.begun
+        status = Status.DONE if lane.status is Status.RUNNING else lane.status
+        return LaneFinished(
+            lane.job, status, lane.reason, lane.step, kept, scores, adapter, tuple(lane.losses), seconds
         )
 
     def facts(self) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class Worker:
 
         from crosstune.interrupt import Interrupted
         from crosstune.train.checkpoint import Checkpoints
-        from crosstune.train.events import LaneTrained
+        from crosstune.train.events import LanesOver, LaneTrained
         from crosstune.train.run_wave import run_wave
 
         class Relayed(Checkpoints):
@@ -174,7 +174,7 @@ class Worker:
                 out.put(Kept(packed))
 
         def tell(event: Any) -> None:
-            if not isinstance(event, LaneTrained):  # `LaneFinished` brings the same adapter: it travels once
+            if not isinstance(event, LaneTrained | LanesOver):  # `LaneFinished` brings the adapter: it travels once
                 out.put(event)
 
         torch.set_num_threads(self.threads)

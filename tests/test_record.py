@@ -1,0 +1,99 @@
+"""Lanes that are over are saved side by side; the journal has a lane's line once all of the lane is on the disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune import record as record_module
+from crosstune.crossval import cross_validate
+from crosstune.errors import RunError
+from crosstune.export.folder import CHECKSUMS, wrong_checksums
+from crosstune.progress import Quiet
+from crosstune.store.run import Run
+from crosstune.train import wave as wave_module
+from crosstune.train.events import LaneFinished
+from crosstune.train.fault import WaveFault
+from crosstune.train.lane import Status
+from crosstune.train.run_wave import run_wave
+from tests.kill_run import digests
+from tests.lanes import Outcome, PlanOf, fold_job, fp32_base, random_tokens
+from tests.test_faults import asked
+
+real_save = record_module.save_adapter
+
+
+@pytest.mark.parametrize("train", [{}, {"keep": "best", "stop": {"share": 0.2, "patience": 9}}], ids=["last", "best"])
+def test_lines_come_in_the_order_of_the_lanes_each_after_its_folder_though_all_are_saved_at_once(
+    train: dict[str, Any], tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met, real_record, lines = threading.Barrier(3, timeout=60), Run.record, []
+
+    def save_adapter(folder: Path, *args: Any, **how: Any) -> None:
+        if folder.name == "adapter":
+            met.wait()  # for the other two lanes
+            time.sleep(0.5 * ("fold-0" in str(folder)))
+        real_save(folder, *args, **how)
+
+    def record(self: Run, event: str, *args: Any, **fields: Any) -> None:
+        if event == "lane_finished":
+            folder = self.lane_folder(fields["trial"], fields["fold"])
+            assert (folder / "adapter" / CHECKSUMS).is_file() and not wrong_checksums(folder / "adapter")
+            assert len(self.read_lane_rows(fields["trial"], fields["fold"])["row"]) == fields["rows"]
+        lines.append((event, fields.get("fold")))
+        real_record(self, event, *args, **fields)
+
+    monkeypatch.setattr(record_module, "save_adapter", save_adapter)
+    monkeypatch.setattr(Run, "record", record)
+    assert not cross_validate(asked(tiny, cases, tmp_path / "run", train=train), progress=Quiet()).failed
+    finished = [("lane_finished", fold) for fold in (0, 1, 2)]
+    assert [line for line in lines if line[0] in ("lane_finished", "wave_finished")][-4:] == [
+        *finished, ("wave_finished", None),
+    ]  # fmt: skip
+    assert not list((tmp_path / "run").glob("lanes/*/*/.*"))
+
+
+def test_a_disk_that_refuses_one_lane_ends_the_run_when_all_threads_are_done_and_lanes_before_it_are_kept(
+    tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_adapter(folder: Path, *args: Any, **how: Any) -> None:
+        if "fold-1" in str(folder):
+            raise RunError("no", "room")
+        time.sleep(0.5 * ("fold-2" in str(folder)))
+        real_save(folder, *args, **how)
+
+    recipe = asked(tiny, cases, tmp_path / "run")
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="no"):
+        patch.setattr(record_module, "save_adapter", save_adapter)
+        cross_validate(recipe, progress=Quiet())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("crosstune-writer")]
+    stopped = Run.read(tmp_path / "run")
+    assert list(stopped.finished_lanes()) == [(0, 0)] and not stopped.failed_lanes()
+    assert (stopped.lane_folder(0, 2) / "adapter").is_dir()  # saved in vain: nothing says so, and it is done again
+    cross_validate(recipe, progress=Quiet())
+    cross_validate(asked(tiny, cases, tmp_path / "alone"), progress=Quiet())
+    for fold in range(3):
+        name = f"lanes/trial-0/fold-{fold}"
+        assert digests(tmp_path / "run" / name) == digests(tmp_path / "alone" / name)
+
+
+def test_lanes_before_one_whose_adapter_cannot_be_fetched_are_told_of(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, real, outcome = fp32_base(tiny), wave_module.Wave._adapter, Outcome()
+
+    def adapter(self: wave_module.Wave, k: int) -> Any:
+        if k == 1:
+            raise WaveFault("ZeroDivisionError: by zero", 3)
+        return real(self, k)
+
+    monkeypatch.setattr(wave_module.Wave, "_adapter", adapter)
+    jobs = [fold_job(base, fold, epochs=1) for fold in range(3)]
+    with pytest.raises(WaveFault):
+        run_wave(base, jobs, random_tokens(), PlanOf(), report=outcome.events.append, progress=Quiet())
+    finished = [event for event in outcome.events if isinstance(event, LaneFinished)]
+    assert [(event.job.fold, event.status) for event in finished] == [(0, Status.DONE)]

@@ -8,21 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from crosstune import record as record_module
 from crosstune.crossval import cross_validate
 from crosstune.errors import RunError
 from crosstune.export.folder import CHECKSUMS, wrong_checksums
+from crosstune.interrupt import Interrupts
+from crosstune.model.attach import Slots
 from crosstune.progress import Quiet
 from crosstune.store.run import Run
 from crosstune.train import wave as wave_module
+from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import LaneFinished
 from crosstune.train.fault import WaveFault
 from crosstune.train.lane import Status
+from crosstune.train.recover import PlanChanged
 from crosstune.train.run_wave import run_wave
 from tests.kill_run import digests
 from tests.lanes import Outcome, PlanOf, fold_job, fp32_base, random_tokens
 from tests.test_faults import asked
+from tests.test_recover import Shrinking
 
 real_save = record_module.save_adapter
 
@@ -97,3 +103,25 @@ def test_lanes_before_one_whose_adapter_cannot_be_fetched_are_told_of(
         run_wave(base, jobs, random_tokens(), PlanOf(), report=outcome.events.append, progress=Quiet())
     finished = [event for event in outcome.events if isinstance(event, LaneFinished)]
     assert [(event.job.fold, event.status) for event in finished] == [(0, Status.DONE)]
+
+
+def test_memory_that_runs_out_while_an_adapter_is_kept_leaves_no_checkpoint_of_lanes_half_told(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, outcome, real, raised = fp32_base(tiny), Outcome(), Slots.adapter, []
+    jobs = [fold_job(base, fold, epochs=1, stop={"share": 0.2, "patience": 9}, keep="best") for fold in range(3)]
+
+    def adapter(self: Slots, k: int) -> Any:
+        if k == 1 and not raised:
+            raised.append(k)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, k)
+
+    monkeypatch.setattr(Slots, "adapter", adapter)
+    kept = Checkpoints(tmp_path / "wave", "never", Interrupts(), print)
+    report = outcome.events.append
+    run_wave(base, jobs, random_tokens(), Shrinking(), report=report, progress=Quiet(), checkpoints=kept)
+    kept.close()
+    assert any(isinstance(event, PlanChanged) for event in outcome.events)
+    assert [event.job.fold for event in outcome.events if isinstance(event, LaneFinished)] == [0, 1, 2]
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -170,9 +170,12 @@ def _assert_whole(tensors: Mapping[str, torch.Tensor], lora: Lora, target_names:
         rank = tensor.shape[0] if match["side"] == "A" else tensor.shape[1]
         assert rank == lora.rank, f"{key} has rank {rank}, the lane {lora.rank}"
     assert tensors and all(found == {"A", "B"} for found in sides.values()), "half an adapter"
-    ends = {
-        name: [module for module in sides if module == name or module.endswith(f".{name}")] for name in target_names
-    }
-    assert all(ends.values()), f"no tensor for {[name for name, found in ends.items() if not found]}"
-    covered = {module for found in ends.values() for module in found}
+    by_end: dict[str, list[str]] = {}  # "q_proj", "self_attn.q_proj", … → modules that end so
+    for module in sides:
+        parts = module.split(".")
+        for start in range(len(parts)):
+            by_end.setdefault(".".join(parts[start:]), []).append(module)
+    missing = [name for name in target_names if name not in by_end]
+    assert not missing, f"no tensor for {missing}"
+    covered = {module for name in target_names for module in by_end[name]}
     assert covered == set(sides), f"no target name for {sorted(set(sides) - covered)}"

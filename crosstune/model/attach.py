@@ -35,7 +35,7 @@ from crosstune.model.shards import Shard, Site, lay_out, put, whole
 from crosstune.sections import Lora
 
 PEFT_PREFIX = "base_model.model."
-DRAWERS = min(8, os.cpu_count() or 1)  # threads that draw initial values, each layer's from its own generator
+DRAWERS = min(16, os.cpu_count() or 1)  # threads that draw initial values, each layer's from its own generator
 
 
 @dataclass(frozen=True)

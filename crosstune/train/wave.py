@@ -142,9 +142,18 @@ class Wave:
         )
 
     def _survive(
-        self, doing: str, action: Callable[[], Any], *, evaluating: bool = False, may_split: bool = False
+        self,
+        doing: str,
+        action: Callable[[], Any],
+        *,
+        evaluating: bool = False,
+        may_split: bool = False,
+        may_keep: bool = True,
     ) -> Any:
-        """`action()`; where memory runs out, again with the next smaller plan, from which the wave then goes on."""
+        """`action()`; where memory runs out, again with the next smaller plan, from which the wave then goes on.
+
+        `may_keep`: the wave as it stands is one to go on from.
+        """
 
         def shrink(message: str) -> None:
             if may_split and len(self.lanes) > 1 and next_smaller(self.plan, evaluating=evaluating) is None:
@@ -152,7 +161,8 @@ class Wave:
             before, lanes = self.plan, len(self.lanes)
             self.plan = smaller_plan(before, doing, evaluating=evaluating, lanes=lanes)
             self.passes = None  # of the old plan
-            self._keep_the_old_plans_work()
+            if may_keep:
+                self._keep_the_old_plans_work()
             self.slots.recompute_first(self.plan.checkpointed_layers)
             if before.copies and not self.plan.copies:
                 self.slots.keep_weights(False)
@@ -249,18 +259,20 @@ class Wave:
             stops = self._score(stop_rows) if any(stop_rows) else scores
         held = [scores[k].loss if k in due else None for k in range(len(lanes))]
         self.progress.advance(0, note="held out: " + loss_words(held))
-        over: list[int] = []
         stops = [stop if rows else score for stop, rows, score in zip(stops, stop_rows, scores, strict=True)]
-        for k in due:
-            lane = lanes[k]
-            if lane.status is not Status.RUNNING:
-                continue
-            self.report(LaneEvaluated(lane.job, lane.step, lane.step / lane.steps_an_epoch, scores[k]))
-            if lane.job.train.stop is not None and lane.note_stop_loss(stop_loss(lane, stops[k])):
-                self._keep(k, scores[k])
-            if not lane.is_fed:
-                over.append(k)
-        self._finish(over, scores)
+        over: list[int] = []
+        try:
+            for k in due:
+                lane = lanes[k]
+                if lane.status is not Status.RUNNING:
+                    continue
+                self.report(LaneEvaluated(lane.job, lane.step, lane.step / lane.steps_an_epoch, scores[k]))
+                if lane.job.train.stop is not None and lane.note_stop_loss(stop_loss(lane, stops[k])):
+                    self._keep(k, scores[k])
+                if not lane.is_fed:
+                    over.append(k)
+        finally:  # what raised is another lane's, or nobody's
+            self._finish(over, scores)
         self._give_up()
 
     def _tell_trained(self, due: Sequence[int]) -> None:
@@ -273,8 +285,12 @@ class Wave:
 
     def _adapter(self, k: int) -> Mapping[str, Tensor]:
         fetch = self.trained.pop(k, None) or (lambda: self.slots.adapter(k))
-        adapter: Mapping[str, Tensor] = self._survive("keeping an adapter", fetch)
+        adapter: Mapping[str, Tensor] = self._keeping(fetch)
         return adapter
+
+    def _keeping(self, fetch: Callable[[], Any]) -> Any:
+        """No checkpoint meanwhile: lanes that have noted their scores would do so again, going on from it."""
+        return self._survive("keeping an adapter", fetch, may_keep=False)
 
     def _give_up(self) -> None:
         """End the lanes whose trials the scores just reported made the sweep give up: their share of a pass is free."""
@@ -286,34 +302,32 @@ class Wave:
 
     def _keep(self, k: int, scores: RowScores) -> None:
         if self.lanes[k].job.train.keep == "best":
-            best, adapter = self._survive("keeping an adapter", lambda: (self.slots.row(k), self.slots.adapter(k)))
+            best, adapter = self._keeping(lambda: (self.slots.row(k), self.slots.adapter(k)))
             self.standing.best[k], self.standing.best_scores[k] = best, scores
             self.report(StepKept(self.lanes[k].job, self.lanes[k].step, adapter))
 
     def _finish(self, over: Sequence[int], scores: Sequence[RowScores]) -> None:
         """Tell of the lanes that are over, some at a time. Those at hand are told of, even if the next one raises."""
         for start in range(0, len(over), TOGETHER):
-            ended: dict[int, LaneFinished] = {}
+            ended: list[LaneFinished] = []
             try:
                 for k in over[start : start + TOGETHER]:
-                    ended[k] = self._ended(k, scores[k])
+                    ended.append(self._ended(k, scores[k]))
             finally:
-                self.report(LanesOver(tuple(ended.values())))
-                for k, event in ended.items():
-                    self.lanes[k].status = event.status
-                    self.standing.best.pop(k, None), self.standing.best_scores.pop(k, None)
+                self.report(LanesOver(tuple(ended)))
+                for event in ended:
                     self.report(event)
 
     def _ended(self, k: int, scores: RowScores) -> LaneFinished:
-        """Lane k at its end. A checkpoint that is made meanwhile must still say that it is to be told of."""
         lane, kept = self.lanes[k], self.lanes[k].step
         if k in self.standing.best:
-            self.slots.put_row(k, self.standing.best[k])
-            kept, scores = lane.best_step, self.standing.best_scores[k]
-        adapter, seconds = self._adapter(k), time.monotonic() - self.begun
-        status = Status.DONE if lane.status is Status.RUNNING else lane.status
+            self.slots.put_row(k, self.standing.best.pop(k))
+            kept, scores = lane.best_step, self.standing.best_scores.pop(k)
+        if lane.status is Status.RUNNING:
+            lane.status = Status.DONE
+        seconds = time.monotonic() - self.begun
         return LaneFinished(
-            lane.job, status, lane.reason, lane.step, kept, scores, adapter, tuple(lane.losses), seconds
+            lane.job, lane.status, lane.reason, lane.step, kept, scores, self._adapter(k), tuple(lane.losses), seconds
         )
 
     def facts(self) -> dict[str, Any]:

@@ -52,6 +52,13 @@ def logits_by_hand(base: Path, tensors: dict[str, torch.Tensor], scale: float, i
         return model(ids).logits
 
 
+def test_its_files_can_be_read_by_whoever_can_read_any_other_file(tiny, tmp_path):
+    export(tmp_path / "adapter", tiny, Lora(rank=4))
+    (tmp_path / "any").touch()
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}
+    assert set(modes.values()) == {(tmp_path / "any").stat().st_mode}, modes
+
+
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), TARGETS, (*TARGETS, "lm_head")])
 def test_peft_loads_it_without_a_warning_and_with_equal_logits(tiny, tmp_path, rslora, targets):

@@ -78,7 +78,10 @@ def find_weights(name: str, *, revision: str | None = None) -> BaseWeights:
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write safetensors; a disk that can't take them is a `RunError`."""
     try:
+        file.touch()
+        mode = file.stat().st_mode
         save_file(dict(tensors), file, metadata={"format": "pt"})
+        file.chmod(mode)  # as any new file: safetensors puts one in its place that nobody else can read
     except (
         SafetensorError,
         OSError,

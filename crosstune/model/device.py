@@ -153,6 +153,11 @@ def used_bytes(device: torch.device) -> int:
 def release(device: torch.device) -> None:
     """Give back all that nothing refers to: cycles first, then the allocator's cached blocks."""
     gc.collect()
+    empty_cache(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back the allocator's cached blocks."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif device.type == "mps":

@@ -14,7 +14,7 @@ import torch
 
 from crosstune.errors import DeviceError
 from crosstune.memory.plan import Plan
-from crosstune.model.device import live_bytes, live_tensors, release, used_bytes
+from crosstune.model.device import empty_cache, live_bytes, live_tensors, release, used_bytes
 from crosstune.train.lane import LaneJob
 from crosstune.units import bytes_words
 
@@ -108,7 +108,9 @@ def compare_peak(plan: Plan, device: torch.device) -> str:
     miss = used / plan.peak_bytes - 1
     if abs(miss) <= PEAK_SHARE:
         return ""
-    why = "rows of other lengths met" if miss < 0 else "other programs on the device count in"
+    why = (
+        "passes were smaller than the largest that could come" if miss < 0 else "other programs on the device count in"
+    )
     held = f"the device held {bytes_words(used)} at most; the plan said {bytes_words(plan.peak_bytes)}"
     return f"{held} ({miss:+.0%}: {why})"
 
@@ -124,15 +126,15 @@ class LeakWatch:
 
     def wave_ended(self) -> None:
         """Look after a wave."""
-        release(self.device)
         on_gpu = self.device.type == "cuda"
         if on_gpu:  # walking all objects takes half a second: only where more is held than after the wave before
-            self.after.append(live_bytes(self.device))
-            if len(self.after) == 1 or self.after[-1] <= self.after[-2] + LEAK_BYTES:
+            empty_cache(self.device)
+            if not self.after or live_bytes(self.device) <= self.after[-1] + LEAK_BYTES:
+                self.after.append(live_bytes(self.device))
                 return
+        release(self.device)
         alive = live_tensors(self.device.type)
-        if not on_gpu:
-            self.after.append(sum(alive.values()))
+        self.after.append(live_bytes(self.device) if on_gpu else sum(alive.values()))
         if self._first is None:
             self._first = alive
         elif not self._told and len(self.after) > 2 and self._grows():

@@ -1,6 +1,6 @@
 """Five folds together against a plain PEFT loop over the folds, on the CPU: time and peak memory.
 
-    python bench/cpu_folds.py [--rows 60] [--epochs 1] [--precision auto]
+    python -m bench.cpu_folds [--rows 60] [--epochs 1] [--precision auto]
 
 Both sides load the demo's model once, train the same rows in the same order with the same adapters' settings, score
 every held-out row by the untuned base and by its fold, save each adapter, and run alone in a process of their own (the

@@ -1,6 +1,6 @@
 """Answering with an adapter on its base against the merged model: prefill and decode, tokens a second, batch 1 and 16.
 
-    python bench/inference.py [--model FOLDER_OR_GGUF | --shape llama3-8b] [--device cpu] [--rank 16] [--nf4]
+    python -m bench.inference [--model FOLDER_OR_GGUF | --shape llama3-8b] [--device cpu] [--rank 16] [--nf4]
 
 Both are plain transformers (the adapter through PEFT), on one prompt length and with a key-value cache, in the same
 process and in turns, the middle of several rounds. `--shape` takes random weights of that shape: times don't depend on

@@ -1,4 +1,4 @@
-"""Lint a million short rows in bounded memory: `python bench/lint.py [--rows N] [--model FOLDER]`.
+"""Lint a million short rows in bounded memory: `python -m bench.lint [--rows N] [--model FOLDER]`.
 
 Rows are made up from a seed (about 100 bytes each): one in 1,000 repeats the row before it, one in 10,000 is broken.
 Prints rows a second and the peak memory of the whole process; exits 1 above 2 GiB, or if other findings than those

@@ -1,6 +1,6 @@
 """Folk advice on LoRA, measured: one setting at a time around a default, five folds, two real data sets.
 
-    python bench/lora_guide.py --model SmolLM2-135M-Instruct.Q4_1.gguf --out runs/guide --seeds 0 1 2
+    python -m bench.lora_guide --model SmolLM2-135M-Instruct.Q4_1.gguf --out runs/guide --seeds 0 1 2
 
 Data: question–answer rows of the package chatterbot-corpus, and rated words of the package vaderSentiment (a choice).
 Each run goes on where it was stopped. Below each table stands what `sweep.prune: halving` would have trained of these

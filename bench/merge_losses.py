@@ -1,6 +1,6 @@
 """What an adapter trained on an NF4 base loses or gains by each way of deploying it: held-out loss of all of them.
 
-    python bench/merge_losses.py [--rows 200] [--epochs 3] [--keep FOLDER]
+    python -m bench.merge_losses [--rows 200] [--epochs 3] [--keep FOLDER]
 
 The demo's model in 16 bit, the demo's rows, a fifth of them held out; the lane is trained on the base in NF4.
 """

@@ -2,7 +2,7 @@
 
 8% of the labels of a word-sentiment choice are flipped; a second trial trains with a learning rate of 0.
 
-    python bench/planted.py --model SmolLM2-135M-Instruct.Q4_1.gguf --out runs/planted
+    python -m bench.planted --model SmolLM2-135M-Instruct.Q4_1.gguf --out runs/planted
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What pruning saves, and what freed slots that wait for the next wave cost: a full sweep's own scores, replayed.
 
-    python bench/pruning.py runs/guide/qa-0 runs/guide/qa-1 --lanes 5 8 12 20 60
+    python -m bench.pruning runs/guide/qa-0 runs/guide/qa-1 --lanes 5 8 12 20 60
 
 A run without pruning has every evaluation of every lane in its journal. Each of Optuna's rules is told these in the
 order in which lanes would reach them: in waves that are as wide as can be ("any waves": a slot whose lane was given up

@@ -130,10 +130,10 @@ def rows_no_fold_saw(run: Run, data: Any = None) -> Rows | None:
 
 def _outer_rows(run: Run) -> set[int]:
     """Numbers of the rows that a nested cross-validation set aside before this run, the choice within, began."""
-    folder = run.folder.with_name(f"{run.folder.name}-chosen")
-    if not run.folder.name.startswith("outer-") or not (folder / "journal.jsonl").is_file():
+    journals = sorted(run.folder.parent.glob(f"{run.folder.name}-chosen-*/journal.jsonl"))  # any winner's: same rows
+    if not run.folder.name.startswith("outer-") or not journals:
         return set()
-    chosen = Run.read(folder)
+    chosen = Run.read(journals[0].parent)
     table = chosen.read_folds()
     same_rows = chosen.events("created")[0]["data"] == run.events("created")[0]["data"]
     return set() if table is None or not same_rows else set(table["row"].tolist())

@@ -154,7 +154,10 @@ def nested_cross_validate(
 
 
 def _one_fold(asked: Asked, outer: Fold, inner: Sequence[Fold], progress: Progress, retry_failed: bool) -> OuterFold:
-    """The sweep on the inner folds, then its winner on the outer one."""
+    """The sweep on the inner folds, then its winner on the outer one.
+
+    The winner's folder has its trial in its name: lanes that failed and are tried again may make another one win.
+    """
     recipe, metric = asked.recipe, str(asked.recipe.sweep.get("metric", "loss"))
     folds = recipe.folds.model_copy(update={"outer": 0})
     said = json.dumps({**folds.model_dump(mode="json"), "outer": recipe.folds.outer}, sort_keys=True)
@@ -173,7 +176,7 @@ def _one_fold(asked: Asked, outer: Fold, inner: Sequence[Fold], progress: Progre
     winner = make_trial(base, 0, settings).recipe
     outside = Within([Fold(0, outer.train, outer.held_out)], f"outer fold {outer.index}: {said}")
     scored = cross_validate(
-        winner.model_copy(update={"output": f"{recipe.output}/outer-{outer.index}-chosen"}),
+        winner.model_copy(update={"output": f"{recipe.output}/outer-{outer.index}-chosen-{chosen.best['trial']}"}),
         data=_rows_of(asked), folds=outside, progress=progress, retry_failed=retry_failed,
     )  # fmt: skip
     if scored.failed:

@@ -117,7 +117,8 @@ def test_an_average_within_a_nested_cross_validation_is_scored_on_the_outer_fold
     nested_cross_validate(tree, progress=Quiet())
     for fold in range(2):
         made = average(tmp_path / "n" / f"outer-{fold}", tmp_path / f"mean-{fold}", device="cpu")
-        outside = Run.read(tmp_path / "n" / f"outer-{fold}-chosen")
+        (chosen,) = (tmp_path / "n").glob(f"outer-{fold}-chosen-*")
+        outside = Run.read(chosen)
         assert made.score.rows == len(outside.read_folds()["row"])
         assert made.score.base_loss == pytest.approx(outside.finished_lanes()[0, 0]["base_loss"], rel=1e-5)
         assert made.score.loss < made.score.base_loss

@@ -238,7 +238,7 @@ def test_nested_cross_validation_scores_the_choice_on_rows_it_never_saw(tiny, co
     seen = []
     for fold in range(2):
         inner = Run.read(tmp_path / "n" / f"outer-{fold}").read_folds()["row"].tolist()
-        outside = Run.read(tmp_path / "n" / f"outer-{fold}-chosen").read_folds()["row"].tolist()
+        outside = Run.read(tmp_path / "n" / f"outer-{fold}-chosen-0").read_folds()["row"].tolist()
         assert not set(inner) & set(outside) and len(inner) == 15, "no choice has seen the rows it is scored on"
         seen += outside
     assert sorted(seen) == list(range(1, 31))

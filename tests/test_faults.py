@@ -19,6 +19,7 @@ from crosstune.data.tokens import Tokens
 from crosstune.errors import LaneFailed, RecipeError, RunError
 from crosstune.fitting import fit
 from crosstune.interrupt import Interrupted
+from crosstune.nested import nested_cross_validate
 from crosstune.progress import Quiet
 from crosstune.result import Result
 from crosstune.store.run import Run
@@ -187,6 +188,27 @@ def test_a_nested_cross_validation_counts_lanes_that_failed_within_and_tries_the
     assert json.loads((tmp_path / "run" / "nested.json").read_text())["failed"] == 2  # fold 1 within each outer fold
     assert main(["run", str(tmp_path / "recipe.yaml")]) == 3
     assert main(["run", str(tmp_path / "recipe.yaml"), "--retry-failed"]) == 0
+
+
+def test_lanes_tried_again_may_make_another_setting_win_within_an_outer_fold(
+    tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = {"train.learning_rate": [0.0, 5e-3]}
+    recipe = asked(tiny, cases, tmp_path / "run", folds={"k": 2, "outer": 2}, lanes=1, sweep=sweep)
+    real = wave_module.train_step
+
+    def train_step(slots: Any, optimizer: Any, lanes: Sequence[Lane], *more: Any) -> Any:
+        if any(lane.job.trial == 1 for lane in lanes):
+            raise ZeroDivisionError("by zero")
+        return real(slots, optimizer, lanes, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wave_module, "train_step", train_step)
+        without = nested_cross_validate(recipe, progress=Quiet())
+    assert all(fold.settings == {"train.learning_rate": 0.0} for fold in without.folds)
+    mended = nested_cross_validate(recipe, progress=Quiet(), retry_failed=True)
+    assert all(fold.settings == {"train.learning_rate": 5e-3} for fold in mended.folds)
+    assert mended.failed == 0
 
 
 @pytest.mark.parametrize(

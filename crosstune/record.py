@@ -17,7 +17,8 @@ from torch import Tensor
 from crosstune.data.tokens import Tokens
 from crosstune.export.adapter import Written, save_adapter, write_weights
 from crosstune.recipe import Recipe
-from crosstune.store.run import Lane, Run
+from crosstune.store.run import Run
+from crosstune.store.state import Lane
 from crosstune.sweep import Trial
 from crosstune.train.events import (
     Event,

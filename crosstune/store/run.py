@@ -1,7 +1,7 @@
 """Run: the folder of one cross-validation, its lock, its journal, and the state of each lane.
 
     recipe.yaml          what was asked, all defaults included
-    journal.jsonl        what happened; the state below is a replay of it
+    journal.jsonl        what happened; the state is a replay of it (state.py)
     row_hashes.parquet   a hash of every row's content, so that changed data is named by its row
     folds.parquet        row, fold                       (rows from 1, folds from 0)
     scores.json          out_of_fold.parquet             written when the run is finished
@@ -14,13 +14,11 @@ This module knows nothing of tensors, and nothing of how a lane is trained.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -35,64 +33,11 @@ from crosstune.store.journal import Event, Journal
 from crosstune.store.lock import FolderLock
 from crosstune.store.same import refuse_changed_data, refuse_changed_folds, refuse_changed_prints, refuse_changed_recipe
 from crosstune.store.secrets import redact_tree
+from crosstune.store.state import DURABLE, Lane, in_order, replay
+from crosstune.store.tables import from_parquet, to_parquet
 
-Lane = tuple[int, int | None]  # trial, fold; fold None is all rows
-
-# Events that change the state below are on the disk before the run goes on; the others may be lost in a crash.
-DURABLE = frozenset(
-    {
-        "created",
-        "plan",
-        "lane_finished",
-        "lane_failed",
-        "lane_given_up",
-        "lane_again",
-        "run_finished",
-        "interrupted",
-        "closed",
-    }
-)
 OURS = ("recipe.yaml", "folds.parquet", "scores.json", "out_of_fold.parquet", "lanes", "checkpoints")
 LIBRARIES = ("crosstune", "torch", "transformers", "peft", "bitsandbytes", "numpy", "safetensors")
-
-
-@dataclass
-class State:
-    """What the journal says: filled by `see`, one event after another."""
-
-    finished: dict[Lane, Event] = field(default_factory=dict)
-    failed: dict[Lane, Event] = field(default_factory=dict)
-    given_up: dict[Lane, Event] = field(default_factory=dict)
-    again: set[Lane] = field(default_factory=set)
-    is_finished: bool = False
-
-    def see(self, event: Event) -> None:
-        """Take one event into account."""
-        kind = event["event"]
-        if kind in ("lane_finished", "lane_failed", "lane_given_up", "lane_again"):
-            lane = (event["trial"], event["fold"])
-            self.finished.pop(lane, None)
-            self.failed.pop(lane, None)
-            self.given_up.pop(lane, None)
-            if kind == "lane_again":
-                self.again.add(lane)
-            elif kind == "lane_finished":
-                self.finished[lane] = event
-            elif kind == "lane_failed":
-                self.failed[lane] = event
-            elif kind == "lane_given_up":
-                self.given_up[lane] = event
-            self.is_finished = False
-        elif kind == "run_finished":
-            self.is_finished = True
-
-
-def replay(events: Iterable[Event]) -> State:
-    """The state after these events."""
-    state = State()
-    for event in events:
-        state.see(event)
-    return state
 
 
 class Run:
@@ -160,11 +105,11 @@ class Run:
 
     def finished_lanes(self) -> dict[Lane, Event]:
         """(trial, fold) → the fields recorded with "lane_finished"."""
-        return _in_order(self._state.finished)
+        return in_order(self._state.finished)
 
     def failed_lanes(self) -> dict[Lane, Event]:
         """(trial, fold) → the fields recorded with "lane_failed": reason, step."""
-        return _in_order(self._state.failed)
+        return in_order(self._state.failed)
 
     def lanes_over(self) -> set[Lane]:
         """Lanes that finished, failed or were given up with their trial, and are not to be tried again."""
@@ -261,20 +206,20 @@ class Run:
         self, trial: int, fold: int | None, columns: Mapping[str, Any], name: str = "rows.parquet"
     ) -> None:
         """Keep a lane's scores row by row, until all lanes are there to make one file of them."""
-        write_file(self.lane_folder(trial, fold) / name, _to_parquet(columns))
+        write_file(self.lane_folder(trial, fold) / name, to_parquet(columns))
 
     def read_lane_rows(self, trial: int, fold: int | None, name: str = "rows.parquet") -> dict[str, np.ndarray]:
         """What `write_lane_rows` kept."""
-        return _from_parquet(self.lane_folder(trial, fold) / name)
+        return from_parquet(self.lane_folder(trial, fold) / name)
 
     def write_table(self, name: str, columns: Mapping[str, Any]) -> None:
         """Write columns of equal length to a Parquet file of the run."""
-        write_file(self.path(name), _to_parquet(columns))
+        write_file(self.path(name), to_parquet(columns))
 
     def read_table(self, name: str) -> dict[str, np.ndarray] | None:
         """The columns of a Parquet file of the run, or None where there is no such file."""
         place = self.path(name)
-        return _from_parquet(place) if place.is_file() else None
+        return from_parquet(place) if place.is_file() else None
 
     # — beginning and continuing —
 
@@ -324,11 +269,6 @@ class Run:
         )
 
 
-def _in_order(lanes: Mapping[Lane, Event]) -> dict[Lane, Event]:
-    """By trial and fold, whoever came first: sums over lanes must not depend on it."""
-    return dict(sorted(lanes.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1] or 0)))
-
-
 def _refuse_foreign_folder(place: Path) -> None:
     """A folder with files under our names but without a journal was not made by us, or has lost its memory."""
     if place.exists() and not place.is_dir():
@@ -353,26 +293,3 @@ def _installed(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
-
-
-def _to_parquet(columns: Mapping[str, Any]) -> bytes:
-    import pyarrow
-    import pyarrow.parquet
-
-    sink = io.BytesIO()
-    table = pyarrow.table({name: pyarrow.array(values) for name, values in columns.items()})
-    pyarrow.parquet.write_table(table, sink, compression="zstd")
-    return sink.getvalue()
-
-
-def _from_parquet(place: Path) -> dict[str, np.ndarray]:
-    import pyarrow
-    import pyarrow.parquet
-
-    with guard("reading", place):
-        data = place.read_bytes()
-    try:
-        table = pyarrow.parquet.read_table(io.BytesIO(data))
-    except pyarrow.ArrowException as error:
-        raise RunError(f"{place} is damaged: {error}", "Delete it and give the same command again.") from None
-    return {name: table.column(name).to_numpy() for name in table.column_names}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
+from crosstune.store.state import Lane
 from crosstune.train.events import LaneRetired, Report
 from crosstune.train.lane import LaneJob
 
-Key = tuple[int, int | None]  # trial, fold
-
 
 def waves_left(
-    jobs: Sequence[LaneJob], lanes: int, *, over: Container[Key], again: Container[Key] = ()
+    jobs: Sequence[LaneJob], lanes: int, *, over: Container[Lane], again: Container[Lane] = ()
 ) -> list[list[LaneJob]]:
     """The waves in which some lane isn't over, each whole: what a lane computes depends, to the bit, on its wave.
 
@@ -34,6 +33,6 @@ def fail_wave(jobs: Sequence[LaneJob], reason: str, step: int, report: Report) -
         report(LaneRetired(job, reason, step))
 
 
-def key(job: LaneJob) -> Key:
+def key(job: LaneJob) -> Lane:
     """How the run folder calls the lane."""
     return job.trial, job.fold

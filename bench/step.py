@@ -25,8 +25,9 @@ from bench.shapes import random_model
 from crosstune.data.batches import Batch, collate
 from crosstune.data.tokens import Tokens
 from crosstune.model import block
-from crosstune.model.attach import Slots, attached, resolve_targets
+from crosstune.model.attach import Slots, attached
 from crosstune.model.base import Base, adopt
+from crosstune.model.targets import resolve_targets
 from crosstune.sections import Evaluate, Lora, Train
 from crosstune.train.lane import Lane, LaneJob
 from crosstune.train.optimizer import LaneAdamW

@@ -231,7 +231,7 @@ def _exam(recipe: Recipe, rows: Rows, tokens: Tokens, tokenizer: Any) -> Exam | 
 
 def make_jobs(workers: LocalWorkers | RayWorkers, trial: Trial, folds: Sequence[Fold]) -> list[LaneJob]:
     """The trial's lanes, one a fold. Refuses targets that match no layer."""
-    from crosstune.model.attach import resolve_targets
+    from crosstune.model.targets import resolve_targets
     from crosstune.train.lane import LaneJob
 
     recipe = trial.recipe

@@ -252,7 +252,7 @@ def _all_rows(rows: Rows, task: Task) -> Fold:
 
 def _job(scene: _Scene, trial: Trial) -> LaneJob:
     """One lane on all rows. What early stopping decided on the folds is a number of epochs here."""
-    from crosstune.model.attach import resolve_targets
+    from crosstune.model.targets import resolve_targets
     from crosstune.train.lane import LaneJob
 
     recipe, fold, expected = trial.recipe, scene.fold, scene.task.expected.get(trial.index)

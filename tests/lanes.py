@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from crosstune.data.tokens import Tokens
-from crosstune.model.attach import resolve_targets
 from crosstune.model.base import Base, load_base
+from crosstune.model.targets import resolve_targets
 from crosstune.progress import Quiet
 from crosstune.sections import Evaluate, Lora, Model, Train
 from crosstune.train.events import Event, LaneFinished, LaneRetired, WaveFinished

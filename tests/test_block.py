@@ -10,10 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from crosstune.data.batches import collate
 from crosstune.model import block as fused
-from crosstune.model.attach import LaneSpec, attached, resolve_targets
+from crosstune.model.attach import LaneSpec, attached
 from crosstune.model.base import adopt
 from crosstune.model.block import FusedBlock, FusedNorm
 from crosstune.model.lora import LaneLinear
+from crosstune.model.targets import resolve_targets
 from crosstune.sections import Lora
 from crosstune.train.step import DeviceBatch, run_pass
 from tests.lanes import random_tokens

@@ -148,7 +148,7 @@ def test_a_seed_fixes_folds_initial_and_final_adapters_in_any_process_and_the_gl
 
 
 def one_job(base, count: int, **changes) -> LaneJob:
-    from crosstune.model.attach import resolve_targets
+    from crosstune.model.targets import resolve_targets
 
     given = {"packing": False, "train": Train(epochs=1, batch_size=4), **changes}
     targets = resolve_targets(base, ["q_proj"])

@@ -16,7 +16,8 @@ from crosstune.data.load import load_rows
 from crosstune.data.questions import Choices, make_choices, question, read_labels, with_examples
 from crosstune.data.tokens import tokenize
 from crosstune.errors import DataError, DeviceError
-from crosstune.model.attach import LaneSpec, attached, resolve_targets
+from crosstune.model.attach import LaneSpec, attached
+from crosstune.model.targets import resolve_targets
 from crosstune.sections import Data, Lora
 from crosstune.train.choice import score_labels
 from crosstune.train.generate import Prompt, Sampling, begin, choose_tokens, generate_lanes

@@ -8,11 +8,12 @@ import torch
 from bench.shapes import random_model
 from crosstune.data.batches import collate
 from crosstune.model import block, elementwise
-from crosstune.model.attach import LaneSpec, attached, resolve_targets
+from crosstune.model.attach import LaneSpec, attached
 from crosstune.model.base import adopt
 from crosstune.model.frozen import FourBit
 from crosstune.model.head import _frozen_chunk
 from crosstune.model.lora import Dropout, hashed_columns
+from crosstune.model.targets import resolve_targets
 from crosstune.sections import Lora
 from crosstune.train.step import DeviceBatch, run_pass
 from tests.lanes import random_tokens

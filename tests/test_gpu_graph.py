@@ -9,8 +9,9 @@ import torch
 from bench.shapes import random_model
 from crosstune.data.batches import collate
 from crosstune.data.flat import collate_flat, flat_size
-from crosstune.model.attach import Slots, attached, resolve_targets
+from crosstune.model.attach import Slots, attached
 from crosstune.model.base import adopt
+from crosstune.model.targets import resolve_targets
 from crosstune.progress import Quiet
 from crosstune.sections import Evaluate, Lora, Train
 from crosstune.train import cutting, graph

@@ -12,13 +12,21 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crosstune.data.batches import unit_order
-from crosstune.model.attach import attached, peft_config
+from crosstune.model.attach import LaneSpec, attached
 from tests.lanes import PlanOf, fold_job, fp32_base, random_tokens, run
 
 
 @pytest.fixture(scope="module")
 def base(tiny):
     return fp32_base(tiny)
+
+
+def peft_config(spec: LaneSpec) -> LoraConfig:
+    """The lane as PEFT has it."""
+    return LoraConfig(
+        r=spec.lora.rank, lora_alpha=spec.lora.alpha, lora_dropout=spec.lora.dropout, use_rslora=spec.lora.rslora,
+        target_modules=list(spec.targets), task_type="CAUSAL_LM", bias="none",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -40,9 +48,7 @@ def test_the_loss_curve_of_a_lane_is_trls(base, tiny: Path, tmp_path: Path, monk
 
     with attached(base, [job.spec]) as slots:
         initial = slots.adapter(0)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32), LoraConfig(**peft_config(job.spec))
-    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32), peft_config(job.spec))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".default." in name:

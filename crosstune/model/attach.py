@@ -1,4 +1,4 @@
-"""lora.py put into base.py: which layers, where each lane's numbers lie, and lane k's tensors under PEFT's names.
+"""lora.py put into base.py: where each lane's numbers lie, and lane k's tensors under PEFT's names.
 
 All adapters of a wave are one flat fp32 tensor (shards.py; one a device where the base is spread over several); every
 layer's A and B are views into it, and so are their gradients. So clipping, AdamW, the finite check and a checkpoint are
@@ -7,11 +7,9 @@ operations on rows of one tensor.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from crosstune.model.fuse import fuse, swap
 from crosstune.model.lanes import ALIGNED, Lanes
 from crosstune.model.lora import Adapters, LaneLinear, Pass
 from crosstune.model.shards import Shard, Site, lay_out, put, whole
+from crosstune.model.targets import linear_sizes
 from crosstune.sections import Lora
 
 PEFT_PREFIX = "base_model.model."
@@ -50,63 +49,6 @@ class LaneSpec:
     def scale(self) -> float:
         """alpha / rank, or alpha / √rank with rsLoRA."""
         return self.lora.alpha / (math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank)
-
-
-def linear_sizes(base: Base) -> dict[str, tuple[int, int]]:
-    """Full name → (inputs, outputs) of every linear layer, output head included."""
-    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its weight transposed
-
-    sizes = {}
-    for name, module in base.model.named_modules():
-        if isinstance(module, LaneLinear):
-            module = module.base
-        if isinstance(module, nn.Linear):
-            sizes[name] = (module.in_features, module.out_features)
-        elif isinstance(module, Conv1D):
-            sizes[name] = (module.nx, module.nf)
-    return {name: size for name, size in sizes.items() if not name.endswith(".base")}
-
-
-def resolve_targets(base: Base, targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Full names of the layers that `targets` means, by PEFT's rule: equal, or the end after a dot.
-
-    Raises ModelError naming every target that matches nothing, with near matches.
-    """
-    names = linear_sizes(base)
-    if targets == "all-linear":
-        head = base.head_name
-        found = {name for name in names if name != head and not _is_expert(name)}
-        return tuple(name for name in names if name in found)
-    wanted = (targets,) if isinstance(targets, str) else tuple(targets)
-    found, missing = set(), []
-    for target in wanted:
-        hits = {name for name in names if name == target or name.endswith(f".{target}")}
-        if not hits and re.search(r"[*+?\\|(\[]", target):
-            hits = {name for name in names if re.fullmatch(target, name)}
-        found |= hits
-        if not hits:
-            last = sorted({name.rsplit(".", 1)[-1] for name in names})
-            near = difflib.get_close_matches(target.rsplit(".", 1)[-1], last, n=2, cutoff=0.5)
-            missing.append(
-                f"{target!r}"
-                + (f" (did you mean {' or '.join(near)}?)" if near else f" (there are: {', '.join(last)})")
-            )
-    if missing:
-        raise ModelError(
-            f"target-not-found: no linear layer of {base.name} matches {', '.join(missing)}",
-            "Set lora.targets to names of linear layers, or to all-linear.",
-        )
-    experts = sorted(name for name in found if _is_expert(name))
-    if experts:
-        raise ModelError(
-            f"lora.targets names {len(experts)} expert layers, {experts[0]} among them",
-            "Experts see only some of the tokens, so lanes would mix there: name attention and shared layers only.",
-        )
-    return tuple(name for name in names if name in found)
-
-
-def _is_expert(name: str) -> bool:
-    return ".experts." in name
 
 
 class Slots:
@@ -363,11 +305,3 @@ def _initial_a(spec: LaneSpec, site: Site) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)
     bound = 1 / math.sqrt(site.in_features)
     return torch.empty(spec.lora.rank, site.in_features).uniform_(-bound, bound, generator=generator)
-
-
-def peft_config(spec: LaneSpec) -> dict[str, Any]:
-    """The lane as keyword arguments of `peft.LoraConfig`."""
-    return {
-        "r": spec.lora.rank, "lora_alpha": spec.lora.alpha, "lora_dropout": spec.lora.dropout,
-        "target_modules": list(spec.targets), "use_rslora": spec.lora.rslora, "task_type": "CAUSAL_LM", "bias": "none",
-    }  # fmt: skip

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from crosstune.data.batches import Batch, PassSize
 from crosstune.memory.estimate import Settings
-from crosstune.model.attach import Slots, attached, resolve_targets
+from crosstune.model.attach import Slots, attached
 from crosstune.model.base import Base
+from crosstune.model.targets import resolve_targets
 from crosstune.sections import Evaluate, Lora, Train
 from crosstune.train import step as training
 from crosstune.train.cutting import Cutting

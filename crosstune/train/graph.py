@@ -24,8 +24,9 @@ from torch import Tensor
 from crosstune.data.batches import Batch, PassSize
 from crosstune.errors import first_line
 from crosstune.memory.speed import launch_tokens
-from crosstune.model.attach import Slots, linear_sizes
+from crosstune.model.attach import Slots
 from crosstune.model.device import machine_of
+from crosstune.model.targets import linear_sizes
 from crosstune.train.cutting import Cutting
 from crosstune.train.step import DeviceBatch, run_pass
 

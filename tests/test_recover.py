@@ -16,6 +16,7 @@ from crosstune.errors import DeviceError
 from crosstune.model.attach import Slots
 from crosstune.progress import Quiet
 from crosstune.train import graph as graph_module
+from crosstune.train import room as room_module
 from crosstune.train import step as step_module
 from crosstune.train import wave as wave_module
 from crosstune.train.fault import WaveFault
@@ -101,7 +102,7 @@ def train(base, monkeypatch, mode=None, plan=None, changes=None):
         patch.setattr(LaneAdamW, "judge", entering("optimizer", real["judge"]))
         patch.setattr(wave_module, "score_lanes", entering("evaluation", real["score"]))
         patch.setattr(wave_module.Wave, "_train", stepping(wave_module.Wave._train, mode, changes))
-        patch.setattr(wave_module.Wave, "_split", entering("split", wave_module.Wave._split))
+        patch.setattr(room_module.Room, "_split", entering("split", room_module.Room._split))
         patch.setattr(wave_module.Wave, "_keep", entering("keep", wave_module.Wave._keep))
         patch.setattr(wave_module.Wave, "_finish", entering("finish", wave_module.Wave._finish))
         if mode is None:
@@ -116,9 +117,8 @@ def stepping(real, mode, changes):
     def call(self):
         if mode is not None:
             mode.step = self.standing.steps
-        if (plan := changes.get(self.standing.steps)) is not None and self.plan != plan:
-            self.plan, self.passes = plan, None
-            self.slots.recompute_first(plan.checkpointed_layers)
+        if (plan := changes.get(self.standing.steps)) is not None and self.room.plan != plan:
+            self.room.take(plan)
         return real(self)
 
     return call

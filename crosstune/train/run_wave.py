@@ -20,9 +20,8 @@ from crosstune.train.events import (
 )
 from crosstune.train.fault import blamed
 from crosstune.train.lane import Lane, LaneJob, Status
-from crosstune.train.split import PartCheckpoints, halves, join, lane_names, parts_of
-from crosstune.train.state import pack_wave
-from crosstune.train.wave import Shared, Split, Wave
+from crosstune.train.split import PartCheckpoints, Shared, Split, halves, join, lane_names, parts_of
+from crosstune.train.wave import Wave
 
 
 def run_wave(
@@ -85,8 +84,7 @@ def _run_together(
     count = plan.checkpointed_layers
     with attached(shared.base, specs, checkpointed_layers=count, among=shared.among) as slots:
         lanes = [_start(job, shared.tokens, shared.report) for job in jobs]
-        wave = Wave(slots, lanes, plan, shared, checkpoints)
-        wave.go_on(packed)
+        wave = Wave(slots, lanes, plan, shared, checkpoints, packed)
         with stage(progress, "train", max(lane.last_step for lane in wave.lanes)):
             progress.advance(wave.standing.steps)
             with checkpoints.interrupts.waiting_for_a_step():
@@ -98,8 +96,8 @@ def _run_together(
                     wave.evaluate()
                     wave.keep_if_due()
         if isinstance(checkpoints, PartCheckpoints):  # the other parts' checkpoints say that this one is over
-            checkpoints.parts[checkpoints.at] = pack_wave(slots, wave.optimizer, wave.lanes, wave.standing)
-        return wave.standing.steps, wave.standing.trained, wave.plan
+            checkpoints.parts[checkpoints.at] = wave.pack()
+        return wave.standing.steps, wave.standing.trained, wave.room.plan
 
 
 def _start(job: LaneJob, tokens: Tokens, report: Report) -> Lane:

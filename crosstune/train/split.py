@@ -8,11 +8,38 @@ Adapters keep the layout of the whole wave: a lane's row in a flat tensor is the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from crosstune.data.tokens import Tokens
+from crosstune.memory.plan import Plan
+from crosstune.model.attach import LaneSpec
+from crosstune.model.base import Base
+from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints, Packed
+from crosstune.train.events import GivenUp, Report
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all parts of a wave are run with. `among`: all its lanes."""
+
+    base: Base
+    tokens: Tokens
+    report: Report
+    progress: Progress
+    given_up: GivenUp
+    among: tuple[LaneSpec, ...]
+
+
+class Split(BaseException):
+    """Memory doesn't do for all lanes, whatever the plan."""
+
+    def __init__(self, packed: Packed, plan: Plan) -> None:
+        super().__init__()
+        self.packed, self.plan = packed, plan
 
 
 def halves(packed: Packed) -> list[Packed]:

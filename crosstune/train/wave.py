@@ -7,65 +7,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from crosstune.data.batches import Batch
-from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
-from crosstune.model.attach import LaneSpec, Slots
-from crosstune.model.base import Base
+from crosstune.model.attach import Slots
 from crosstune.model.device import live_bytes
-from crosstune.progress import Progress, loss_words, stage
+from crosstune.progress import loss_words, stage
 from crosstune.train.ahead import is_worth_it, run_largest_pass
 from crosstune.train.checkpoint import Checkpoints, Packed
-from crosstune.train.cutting import choose_cutting, sizes_of_wave
 from crosstune.train.evaluate import score_lanes
 from crosstune.train.events import (
-    GivenUp,
     LaneEvaluated,
     LaneFinished,
     LaneGivenUp,
     LaneRetired,
     LanesOver,
     LaneTrained,
-    Report,
     StepKept,
 )
-from crosstune.train.fault import blame_each, blamed_on_wave
-from crosstune.train.graph import Passes, recorded_sizes
+from crosstune.train.fault import blame_each
 from crosstune.train.lane import Lane, RowScores, Status
 from crosstune.train.once import Once
-from crosstune.train.recover import PlanChanged, WaveSplit, is_out_of_memory, next_smaller, smaller_plan, survive
-from crosstune.train.split import halves, lane_names
+from crosstune.train.room import Room
+from crosstune.train.split import Shared
 from crosstune.train.spread_optimizer import lane_adamw
 from crosstune.train.state import Standing, pack_wave, unpack_wave
 from crosstune.train.step import StepResult, step_batches, train_step
 
+Result = TypeVar("Result")
 TOGETHER = 8  # adapters at most that are in main memory: told before their lanes are scored, then saved together
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all parts of a wave are run with. `among`: all its lanes."""
-
-    base: Base
-    tokens: Tokens
-    report: Report
-    progress: Progress
-    given_up: GivenUp
-    among: tuple[LaneSpec, ...]
-
-
-class Split(BaseException):
-    """Memory doesn't do for all lanes, whatever the plan."""
-
-    def __init__(self, packed: Packed, plan: Plan) -> None:
-        super().__init__()
-        self.packed, self.plan = packed, plan
 
 
 class _Cut(BaseException):
@@ -75,36 +50,41 @@ class _Cut(BaseException):
 class Wave:
     """The lanes of a wave under way, and what they share."""
 
-    def __init__(self, slots: Slots, lanes: list[Lane], plan: Plan, shared: Shared, checkpoints: Checkpoints) -> None:
-        self.slots, self.lanes, self.plan, self.checkpoints = slots, lanes, plan, checkpoints
+    def __init__(
+        self,
+        slots: Slots,
+        lanes: list[Lane],
+        plan: Plan,
+        shared: Shared,
+        checkpoints: Checkpoints,
+        packed: Packed | None = None,
+    ) -> None:
+        """`packed`: the newest checkpoint of these lanes, if there is one; the wave goes on from there."""
+        self.slots, self.lanes, self.checkpoints = slots, lanes, checkpoints
         self.tokens, self.report, self.progress = shared.tokens, shared.report, shared.progress
         self.given_up = shared.given_up
         self.optimizer = lane_adamw(slots, [lane.job.train for lane in lanes])
-        self.standing = Standing()
+        found = None if packed is None else unpack_wave(slots, self.optimizer, lanes, packed)
+        self.standing = found or Standing()
+        self.pack = partial(pack_wave, slots, self.optimizer, lanes, self.standing)
+        self.room = Room(slots, lanes, plan, shared, checkpoints, self.standing, self.pack)
         self.begun = time.monotonic()
         self.last: StepResult | None = None
-        self.passes: Passes | None = None
-        slots.keep_weights(plan.copies)
         self.trained: dict[int, Once[Mapping[str, Tensor]]] = {}  # lane → its adapter, told while it is being scored
-
-    def go_on(self, packed: Packed | None) -> None:
-        """Where the newest checkpoint of these lanes left off, if there is one."""
-        if packed is not None:
-            self.standing = unpack_wave(self.slots, self.optimizer, self.lanes, packed) or self.standing
 
     def look_ahead(self) -> None:
         """Meet the longest rows before the first step, where memory may not do for them."""
-        if is_worth_it(self.plan, self.slots.base.device.type):
-            self._survive(
+        if is_worth_it(self.room.plan, self.slots.base.device.type):
+            self.room.survive(
                 "a first pass over the longest rows",
-                lambda: run_largest_pass(self.slots, self.lanes, self.tokens, self._passes().cutting),
+                lambda: run_largest_pass(self.slots, self.lanes, self.tokens, self.room.passes.cutting),
                 may_split=True,
             )
 
     def step(self) -> None:
         """One optimizer step of every lane that is not over; notes whose evaluation is due after it."""
         fed = [lane.is_fed for lane in self.lanes]
-        self.last = result = self._survive("a training step", self._train, may_split=True)
+        self.last = result = self.room.survive("a training step", self._train, may_split=True)
         self.standing.steps, self.standing.trained = self.standing.steps + 1, self.standing.trained + result.num_tokens
         for k, lane in enumerate(self.lanes):
             if not fed[k]:
@@ -120,16 +100,7 @@ class Wave:
     def _train(self) -> StepResult:
         every = range(len(self.lanes))
         batches = blame_each(lambda: self._batches(every), lambda k: self._batches([k]), every, self._break)
-        return train_step(self.slots, self.optimizer, self.lanes, batches, self._passes().run)
-
-    def _passes(self) -> Passes:
-        """How passes run under the plan as it is now."""
-        if self.passes is None:
-            cutting = choose_cutting(self.slots, self.lanes, self.tokens, self.plan.micro_batch)
-            may_record = self.plan.recorded and self.slots.is_recordable
-            uses = sizes_of_wave(self.lanes, self.tokens, cutting) if may_record else {}
-            self.passes = Passes(self.slots, cutting, recorded_sizes(self.slots, uses), self.progress.say)
-        return self.passes
+        return train_step(self.slots, self.optimizer, self.lanes, batches, self.room.passes.run)
 
     def _batches(self, lanes: Sequence[int]) -> list[Batch]:
         scales = self.optimizer.scale_K.tolist()
@@ -137,59 +108,9 @@ class Wave:
             [self.lanes[k] for k in lanes],
             self.tokens,
             [scales[k] for k in lanes],
-            self._passes().cutting,
-            self._passes().fit,
+            self.room.passes.cutting,
+            self.room.passes.fit,
         )
-
-    def _survive(
-        self,
-        doing: str,
-        action: Callable[[], Any],
-        *,
-        evaluating: bool = False,
-        may_split: bool = False,
-        may_keep: bool = True,
-    ) -> Any:
-        """`action()`; where memory runs out, again with the next smaller plan, from which the wave then goes on.
-
-        `may_keep`: the wave as it stands is one to go on from.
-        """
-
-        def shrink(message: str) -> None:
-            if may_split and len(self.lanes) > 1 and next_smaller(self.plan, evaluating=evaluating) is None:
-                self._split(doing, message)
-            before, lanes = self.plan, len(self.lanes)
-            self.plan = smaller_plan(before, doing, evaluating=evaluating, lanes=lanes)
-            self.passes = None  # of the old plan
-            if may_keep:
-                self._keep_the_old_plans_work()
-            self.slots.recompute_first(self.plan.checkpointed_layers)
-            if before.copies and not self.plan.copies:
-                self.slots.keep_weights(False)
-            jobs = tuple(lane.job for lane in self.lanes)
-            self.report(PlanChanged(jobs, self.standing.steps, doing, message, before, self.plan))
-
-        with blamed_on_wave(self.standing.steps):
-            return survive(action, shrink, self.slots.base.device)
-
-    def _split(self, doing: str, message: str) -> NoReturn:
-        """Go on in halves, from the state before what ran out of memory: nothing has changed since."""
-        packed = pack_wave(self.slots, self.optimizer, self.lanes, self.standing)
-        jobs = {lane.job.name: lane.job for lane in self.lanes}
-        parts = tuple(tuple(jobs[name] for name in lane_names(part)) for part in halves(packed))
-        self.report(WaveSplit(tuple(jobs.values()), self.standing.steps, doing, message, parts))
-        raise Split(packed, self.plan)
-
-    def _keep_the_old_plans_work(self) -> None:
-        """A checkpoint, so that a run which ends now doesn't train it again with the new plan; if memory allows."""
-        if self.checkpoints.folder is None:
-            return
-        try:
-            self.checkpoints.save(pack_wave(self.slots, self.optimizer, self.lanes, self.standing))
-            self.checkpoints.wait()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
 
     def _score(self, rows_K: Sequence[Sequence[int]]) -> list[RowScores]:
         every = range(len(self.lanes))
@@ -198,14 +119,13 @@ class Wave:
             whole = [k in lanes and self.lanes[k].status is not Status.BROKEN for k in every]
             rows = [rows_k if scored else () for rows_k, scored in zip(rows_K, whole, strict=True)]
             return score_lanes(
-                self.slots, self.tokens, rows, tick=self._rows_scored, most_tokens=self.plan.evaluate_tokens
+                self.slots, self.tokens, rows, tick=self._rows_scored, most_tokens=self.room.plan.evaluate_tokens
             )
 
         def score() -> list[RowScores]:
             return blame_each(lambda: score_of(every), lambda k: score_of([k]), every, self._break)
 
-        scores: list[RowScores] = self._survive("an evaluation", score, evaluating=True, may_split=True)
-        return scores
+        return self.room.survive("an evaluation", score, evaluating=True, may_split=True)
 
     def evaluate(self) -> None:
         """The evaluations that are due, unless the run is to end: they are then the first thing when it goes on."""
@@ -222,12 +142,12 @@ class Wave:
         fed = [lane for lane in self.lanes if lane.is_fed]
         epoch_ended = any(lane.step % lane.steps_an_epoch == 0 for lane in fed)
         if fed and self.checkpoints.is_due(self.standing.steps, epoch_ended):
-            self.checkpoints.save(pack_wave(self.slots, self.optimizer, self.lanes, self.standing))
+            self.checkpoints.save(self.pack())
         self._end_if_asked()
 
     def _end_if_asked(self) -> None:
         if self.checkpoints.interrupts.asked:
-            self.checkpoints.save(pack_wave(self.slots, self.optimizer, self.lanes, self.standing))
+            self.checkpoints.save(self.pack())
             self.checkpoints.wait()
             self.checkpoints.interrupts.stop()
 
@@ -285,12 +205,11 @@ class Wave:
 
     def _adapter(self, k: int) -> Mapping[str, Tensor]:
         fetch = self.trained.pop(k, None) or (lambda: self.slots.adapter(k))
-        adapter: Mapping[str, Tensor] = self._keeping(fetch)
-        return adapter
+        return self._keeping(fetch)
 
-    def _keeping(self, fetch: Callable[[], Any]) -> Any:
+    def _keeping(self, fetch: Callable[[], Result]) -> Result:
         """No checkpoint meanwhile: lanes that have noted their scores would do so again, going on from it."""
-        return self._survive("keeping an adapter", fetch, may_keep=False)
+        return self.room.survive("keeping an adapter", fetch, may_keep=False)
 
     def _give_up(self) -> None:
         """End the lanes whose trials the scores just reported made the sweep give up: their share of a pass is free."""

@@ -21,8 +21,8 @@ ORDER = """
     data.lint.tokenpass data.lint.onepass
     store.journal store.lock store.same store.state store.tables store.run scores review
     model.device model.triton_kernels model.triton_nf4 model.triton_head model.elementwise model.lanes model.lora model.attention model.packed model.decoder model.spread model.base model.shards model.frozen_int8 model.frozen model.bundle model.block model.fuse model.targets model.attach model.head
-    train.lane train.recover train.events train.optimizer train.spread_optimizer train.cutting train.step train.ahead train.graph train.evaluate train.generate train.choice train.exam train.checkpoint train.state train.trace train.kernels train.quantized train.drill train.rehearse train.fault train.split train.once train.wave train.run_wave
-    workers.waves workers.local workers.worker workers.ray workers.examine workers.schedule
+    train.lane train.recover train.events train.optimizer train.spread_optimizer train.cutting train.step train.ahead train.graph train.evaluate train.generate train.choice train.exam train.checkpoint train.state train.trace train.kernels train.quantized train.drill train.rehearse train.fault train.split train.once train.room train.wave train.run_wave
+    workers.waves workers.local workers.worker workers.cluster workers.ray workers.examine workers.schedule
     export.folder export.card export.weights export.turns export.serve export.adapter export.changes export.saved export.merger
     export.companions export.verify export.quantize export.origin export.merge export.answer export.gguf_tokens export.gguf export.average
     asked record result report inputs resources crossval nested fitted fit_record fitting deploy score_table ranking_table doctor demo_model demo init

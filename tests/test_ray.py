@@ -34,6 +34,7 @@ from tests import poison
 from tests.kill_run import digests, unreadable
 
 ray = pytest.importorskip("ray")
+from crosstune.workers import cluster as cluster_module  # noqa: E402
 from crosstune.workers import ray as workers_ray  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -327,7 +328,7 @@ def test_a_model_in_memory_and_an_absent_cluster_are_refused(tiny: Path, tmp_pat
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with pytest.raises(DeviceError, match="isn't of the form HOST:PORT"):
-        workers_ray._refuse_silent("ray://host:10001")
+        cluster_module.refuse_silent("ray://host:10001")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
     del recipe["model"]
     with pytest.raises(RecipeError, match="a model in memory was passed"):

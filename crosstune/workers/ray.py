@@ -1,4 +1,4 @@
-"""Waves over the GPUs and machines of a Ray cluster: the only `import ray`.
+"""Waves over the GPUs and machines of a Ray cluster. Only this file and cluster.py import ray.
 
 A worker is one actor with one base (worker.py). It is handed a wave and answers with a stream: events, progress, and
 checkpoints, which are written here, so no file system has to be shared. A worker that is lost is replaced and its wave
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +20,8 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from crosstune.data.tokens import Tokens
-from crosstune.errors import CrosstuneError, DeviceError, RunError
+from crosstune.errors import CrosstuneError, RunError
 from crosstune.interrupt import Interrupts
-from crosstune.memory.gpus import free_ram_bytes
 from crosstune.memory.plan import Plan
 from crosstune.memory.visible import show_gpus
 from crosstune.progress import Progress, stage
@@ -35,13 +32,13 @@ from crosstune.train.fault import WaveFault, reason_of
 from crosstune.train.lane import LaneJob
 from crosstune.train.recover import PlanChanged, WaveSplit
 from crosstune.units import bytes_words
+from crosstune.workers.cluster import connect, shares, why_silent
 from crosstune.workers.waves import fail_wave, key
 from crosstune.workers.worker import Asking, Kept, Moved, Order, Stopped, Worker
 
 # A worker trains in one thread and hears "stop" and answers in another.
 GROUPS = {"control": 1}
 WAIT_SECONDS = 0.2  # for news of any worker, before signals are looked at again
-STORE_BYTES = 8 << 30  # beyond it Ray uses the disk
 SAY_SECONDS = 30.0  # of waiting for a place in the cluster, before it is said
 
 
@@ -67,14 +64,14 @@ class RayWorkers:
         self.progress, self.interrupts = progress, interrupts
         if recipe.device.gpus != "auto":
             show_gpus([int(gpu) for gpu in recipe.device.gpus])  # a cluster that is started here finds these only
-        self._joined = _connect(recipe.device.ray or "auto")
+        self._joined = connect(recipe.device.ray or "auto")
         self._head = ray.get_runtime_context().gcs_address
         self._actors: list[Any] = []
         self._busy: list[_Busy] = []
         try:
-            gpus, cpus, count = _shares(recipe)
-            shares: dict[str, Any] = {"num_gpus": gpus, "num_cpus": cpus, "concurrency_groups": GROUPS}
-            self._make: Any = ray.remote(**shares)(Worker)
+            gpus, cpus, count = shares(recipe)
+            share: dict[str, Any] = {"num_gpus": gpus, "num_cpus": cpus, "concurrency_groups": GROUPS}
+            self._make: Any = ray.remote(**share)(Worker)
             self._actors = [self._create() for _ in range(count)]
             for actor in self._actors:
                 self._equip(actor)
@@ -209,7 +206,7 @@ class RayWorkers:
         if isinstance(cause, CrosstuneError):
             raise cause
         one.kept.wait()
-        if fault := _why_silent(self._head):
+        if fault := why_silent(self._head):
             self._actors = []  # to end them, the head would be asked, in vain and for a minute
             raise RunError(
                 f"ray-lost: the head node of the Ray cluster at {self._head} no longer answers: {fault}",
@@ -285,62 +282,3 @@ class _Task:
 def _step_kept(kept: Checkpoints) -> int:
     packed = kept.load()
     return 0 if packed is None else int(packed[1]["step"])
-
-
-def _connect(address: str) -> bool:
-    """Join the cluster at `address`, or start one on this machine; False where this process had joined one before."""
-    if ray.is_initialized():
-        return False
-    if address != "auto":
-        _refuse_silent(address)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "include_dashboard": False}
-    if address != "auto":
-        options.pop("include_dashboard")
-        options["address"] = address
-    else:  # Ray's own default is 30% of the machine's memory; checkpoints and adapters on their way need far less
-        options["object_store_memory"] = min(STORE_BYTES, free_ram_bytes() // 4)
-    try:
-        ray.init(**options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise DeviceError(
-            f"ray-unreachable: no Ray cluster answers at {address!r}: {error}",
-            "Start one there (ray start --head), or set device.ray: auto to use this machine.",
-        ) from None
-    return True
-
-
-def _refuse_silent(address: str) -> None:
-    """Ray itself waits for minutes where nobody listens."""
-    if fault := _why_silent(address):
-        raise DeviceError(
-            f"ray-unreachable: no Ray cluster answers at {address!r}: {fault}",
-            "Start one there (ray start --head), or set device.ray: auto to use this machine.",
-        )
-
-
-def _why_silent(address: str) -> str:
-    """Why nobody answers at a head node's address; empty if somebody does."""
-    host, _, port = address.rpartition(":")
-    if address.startswith("ray://") or not host or not port.isdigit():
-        return "it isn't of the form HOST:PORT (port 6379 of the head node)"
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        return str(error.strerror or error)
-    return ""
-
-
-def _shares(recipe: Recipe) -> tuple[int, float, int]:
-    """GPUs a worker, CPUs a worker, number of workers."""
-    whole = ray.cluster_resources()
-    gpus, cpus = int(whole.get("GPU", 0)), whole.get("CPU", 1)
-    wanted = recipe.device.workers
-    if recipe.device.kind == "cpu" or (recipe.device.kind == "auto" and not gpus):
-        count = 1 if wanted == "auto" else int(wanted)
-        return 0, max(0.01, min(1.0, cpus / count)), count
-    if not gpus:
-        raise DeviceError("device-unavailable: no node of the Ray cluster has a GPU", "Set device.kind to auto or cpu.")
-    count = gpus if wanted == "auto" else int(wanted)
-    if count > gpus:
-        raise DeviceError(f"device.workers is {count}, and the Ray cluster has {gpus} GPUs", "Ask for as many at most.")
-    return 1, min(1.0, cpus / count), count

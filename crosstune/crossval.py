@@ -21,12 +21,12 @@ from crosstune.data.load import Rows
 from crosstune.data.tokens import Tokens
 from crosstune.errors import RecipeError
 from crosstune.inputs import judge, read_asked_rows
-from crosstune.interrupt import Interrupted, Interrupts
+from crosstune.interrupt import Interrupts
 from crosstune.memory.plan import Plan
 from crosstune.metrics import find_metric
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Recipe
-from crosstune.resources import open_run, open_workers, plan_as_before, random_state_kept, settle_plan
+from crosstune.resources import checkpoints_of, end_recorded, make_plan, open_run, open_workers, random_state_kept
 from crosstune.result import Result, make_report, write_out_of_fold, write_scores
 from crosstune.review import review_rows
 from crosstune.scores import record_pooled
@@ -98,23 +98,13 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
     folds = split_rows(rows, recipe.folds, splitter=asked.splitter)
     exam = _exam(recipe, rows, tokens, tokenizer)
     with open_workers(asked, tokenizer, progress, interrupts) as workers:
-        place, free = workers.place()
-        progress.say(f"device: {place}")
-        plan = plan_as_before(planned, recipe, inputs.shape, tokens, trials, folds, place, progress, free)
-        plan = settle_plan(plan, inputs.config, progress)
-        workers.lay_out(plan)
-        progress.say(f"plan: {plan}")
+        plan = make_plan(workers, recipe, inputs, trials, folds, progress, planned)
         for trial in trials:
             make_jobs(workers, trial, folds)  # refuses targets that match no layer before anything is written
         work = _Work(recipe, rows, folds, tokens, tokenizer, workers, plan, exam, progress, interrupts)
         with open_run(recipe, found, tokens) as run:
-            try:
+            with end_recorded(run, began):
                 _train(run, work)
-            except Interrupted as end:
-                run.record("interrupted", signal=end.number)
-                raise
-            finally:
-                run.record("closed", seconds=time.monotonic() - began)
             run.drop_checkpoints()
             write_scores(run)  # before the run counts as finished: a crash between the two does it again
             run.record("run_finished", failed=len(run.failed_lanes()))
@@ -145,16 +135,10 @@ class _Work:
 def _train(run: Run, work: _Work) -> None:
     """Everything between an opened run and its last lane."""
     from crosstune.record import Recorder
-    from crosstune.train.checkpoint import Checkpoints
     from crosstune.train.fault import blamed
     from crosstune.workers.schedule import Schedule
 
     recipe, plan, progress = work.recipe, work.plan, work.progress
-
-    def checkpoints(wave: Sequence[LaneJob]) -> Checkpoints:
-        lanes = [(job.trial, job.fold) for job in wave]
-        return Checkpoints(run.checkpoint_folder(lanes), recipe.train.checkpoint_every, work.interrupts, progress.say)
-
     held_out = sorted(fold_table(work.rows, work.folds))
     run.write_folds({"row": [row for row, _ in held_out], "fold": [fold for _, fold in held_out]})
     _write_groups(run, work.rows, recipe.folds.group)
@@ -172,7 +156,8 @@ def _train(run: Run, work: _Work) -> None:
     )  # fmt: skip
     with recorder:
         work.workers.run_waves(
-            schedule.waves(), work.tokens, plan, report=schedule.report, checkpoints=checkpoints,
+            schedule.waves(), work.tokens, plan, report=schedule.report,
+            checkpoints=checkpoints_of(run, recipe, work.interrupts, progress),
             given_up=schedule.given_up if search.waits else None,
         )  # fmt: skip
     schedule.catch_up()

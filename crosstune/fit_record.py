@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from crosstune.data.tokens import Tokens
+from crosstune.export.adapter import save_adapter
 from crosstune.fitted import Expected
 from crosstune.recipe import Recipe
+from crosstune.record import record_memory, short
 from crosstune.store.run import Run
 from crosstune.sweep import Trial
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from crosstune.train.events import Event, LaneFinished
-    from crosstune.train.lane import LaneJob, RowScores
+from crosstune.train.events import Event, LaneFinished, LaneRetired
+from crosstune.train.fault import blamed
+from crosstune.train.lane import LaneJob, RowScores
+from crosstune.train.recover import PlanChanged, WaveSplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +36,6 @@ class FitRecorder:
 
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
-        from crosstune.record import record_memory
-        from crosstune.train.events import LaneFinished, LaneRetired
-        from crosstune.train.fault import blamed
-        from crosstune.train.recover import PlanChanged, WaveSplit
-
         if isinstance(event, PlanChanged | WaveSplit):
             record_memory(self.run, event, allowed=self.recipe.lint.allow)
         if isinstance(event, LaneFinished | LaneRetired) and (event.job.trial, None) in self.run.lanes_over():
@@ -53,8 +50,6 @@ class FitRecorder:
         self.run.record("lane_failed", trial=job.trial, fold=None, reason=reason, step=step)
 
     def _write(self, event: LaneFinished) -> None:
-        from crosstune.export.adapter import save_adapter
-
         job = event.job
         facts: dict[str, Any] = {
             "settings": dict(self.trials[job.trial].settings),
@@ -76,7 +71,7 @@ class FitRecorder:
             card=self._card(job, facts),
             base_files=self.base_files,
         )
-        losses = [float(f"{loss:.6g}") for loss in event.losses]
+        losses = [short(loss) for loss in event.losses]
         self.run.record("lane_finished", trial=job.trial, fold=None, losses=losses, seconds=event.seconds, **facts)
 
     def _held_out(self, event: LaneFinished) -> dict[str, float] | None:

@@ -11,24 +11,24 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.asked import Asked, gather
 from crosstune.errors import LaneFailed, ModelError, RecipeError, RunError
-from crosstune.fitted import Expected, Fit, Fitted, expected_of
+from crosstune.fit_task import Task, gather_run, task_of_recipes, task_of_run
+from crosstune.fitted import Fit, Fitted
 from crosstune.inputs import Inputs, judge, read_asked_rows
-from crosstune.interrupt import Interrupted, Interrupts
+from crosstune.interrupt import Interrupts
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Recipe
-from crosstune.resources import open_run, open_workers, plan_lanes, random_state_kept, settle_plan
-from crosstune.result import Result
+from crosstune.resources import checkpoints_of, end_recorded, make_plan, open_run, open_workers, random_state_kept
 from crosstune.sections import Folds
 from crosstune.splits import Fold, split_rows
 from crosstune.store.run import Run
-from crosstune.sweep import Trial, make_trial, read_sweep, share_of_rows
+from crosstune.sweep import Trial, share_of_rows
 
 if TYPE_CHECKING:
     from crosstune.data.load import Rows
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 
 Source = Recipe | str | os.PathLike[str] | Mapping[str, Any]
-MAY_DIFFER = ("lora", "train")  # between recipes that are fitted together; the rest is shared by all lanes
 
 
 def fit(
@@ -72,104 +71,13 @@ def fit(
     if isinstance(source, str | os.PathLike) and (Path(source) / "journal.jsonl").is_file() and not seeds:
         if held_out is not None:
             raise RecipeError("held_out is given, and a run's fit takes all rows", "Its folds have scored it already.")
-        task = _from_run(Path(source), trial, gather_run(Path(source), data, model, tokenizer))
+        task = task_of_run(Path(source), trial, gather_run(Path(source), data, model, tokenizer))
     else:
         several = source if isinstance(source, Sequence) and not isinstance(source, str) else [source]
         every = [gather(one, data=data, model=model, tokenizer=tokenizer, sections={}) for one in several]
-        task = _from_recipes(every, held_out, seeds)
+        task = task_of_recipes(every, held_out, seeds)
     with random_state_kept(), Interrupts().caught() as interrupts:
         return _fit(task, again, progress, interrupts)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be fitted, before anything heavy is loaded."""
-
-    asked: Asked
-    trials: tuple[Trial, ...]
-    held_out: float | None = None
-    expected: Mapping[int, Expected] = field(default_factory=dict)
-
-
-def gather_run(folder: Path, data: Any = None, model: Any = None, tokenizer: Any = None) -> Asked:
-    """The recipe of a run, and the things in memory that it was made from."""
-    stored = Run.read(folder).stored_recipe()
-    asked = gather({**stored, "output": str(folder)}, data=None, model=model, tokenizer=tokenizer, sections={})
-    if data is not None:
-        return Asked(asked.recipe, data, asked.model, asked.tokenizer, asked.splitter)
-    if asked.recipe.data.path.endswith(" in memory"):
-        raise RunError(
-            f"the rows of {str(folder)!r} were a {asked.recipe.data.path}", "Pass them again: data=…, from Python."
-        )
-    return asked
-
-
-def _from_run(folder: Path, trial: int | str, asked: Asked) -> Task:
-    result = Result.read(folder)
-    known = {entry["trial"]: entry for entry in result.trials if entry["finished"]}
-    if not known:
-        raise RunError(f"{str(folder)!r} has no finished fold yet", f"Finish it: crosstune run {folder}/recipe.yaml")
-    number = result.best["trial"] if trial == "best" else trial
-    if number not in known:
-        raise RunError(
-            f"{str(folder)!r} has no trial {trial!r} with a score",
-            f"Choose best, or one of {', '.join(map(str, known))}.",
-        )
-    axes = read_sweep(asked.recipe)[1] if asked.recipe.sweep else ()
-    alone = {axis.name: axis.values[0] for axis in axes if not axis.is_range and len(axis.values) == 1}
-    chosen = make_trial(asked.recipe, int(number), {**alone, **known[number]["settings"]})
-    return Task(asked, (chosen,), expected={chosen.index: expected_of(Run.read(folder), chosen)})
-
-
-def _from_recipes(every: Sequence[Asked], held_out: float | None, seeds: Sequence[int]) -> Task:
-    if held_out is not None and not 0 < held_out < 1:
-        raise RecipeError(f"held_out is {held_out}", "Give a share between 0 and 1, such as 0.1.")
-    for recipe in (asked.recipe for asked in every):
-        if recipe.sweep:
-            raise RecipeError(
-                "the recipe has a sweep: which of its settings is to be fitted isn't known yet",
-                f"Run it, then fit the winner: crosstune fit {recipe.output}",
-            )
-        if recipe.train.stop is not None and recipe.train.stop.on == "held_out" and held_out is None:
-            raise RecipeError(
-                "train.stop.on is held_out, and no row is held out", "Give held_out=0.1, or stop on own_rows."
-            )
-    asked = every[0]
-    of_seeds = [{"train.seed": seed} for seed in seeds] or [{}]
-    settings = [own | seed for own in _differences([one.recipe for one in every]) for seed in of_seeds]
-    return Task(asked, tuple(make_trial(asked.recipe, i, setting) for i, setting in enumerate(settings)), held_out)
-
-
-def _differences(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
-    """What each recipe sets that isn't the same in all: lora and train by dotted name. Refuses other differences."""
-    trees = [recipe.model_dump() for recipe in recipes]
-    flat = [
-        {f"{name}.{key}": value for name, part in tree.items() for key, value in _parts(part).items()} for tree in trees
-    ]
-    differing = [name for name in flat[0] if any(one[name] != flat[0][name] for one in flat)]
-    for number, one in enumerate(flat, start=1):
-        unlike = [
-            f"{name.rstrip('.')} is {one[name]!r}, not {flat[0][name]!r}"
-            for name in differing
-            if name.split(".")[0] not in MAY_DIFFER and one[name] != flat[0][name]
-        ]
-        if unlike:
-            raise RecipeError(
-                f"recipe {number} can't be fitted together with the first: {'; '.join(unlike)}",
-                "Recipes fitted together share base, rows and output, and differ in lora and train only: set what "
-                "differs for all of them (KEY=VALUE, --out DIR), or fit them one by one.",
-            )
-    found = [{name: one[name] for name in differing} for one in flat]
-    twins = [number for number, own in enumerate(found, start=1) if own in found[: number - 1]]
-    if twins:
-        raise RecipeError(
-            f"recipe {twins[0]} has the same settings as one before it", "Name each once; for several runs use seeds."
-        )
-    return found
-
-
-def _parts(section: Any) -> Mapping[str, Any]:
-    return section if isinstance(section, Mapping) else {"": section}
 
 
 def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) -> Fit:
@@ -187,22 +95,12 @@ def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) ->
     inputs = judge(task.asked, found, progress, has_folds=bool(task.expected))
     fold = _all_rows(inputs.rows, task)
     with open_workers(task.asked, inputs.tokenizer, progress, interrupts) as workers:
-        place, free_bytes = workers.place()
-        progress.say(f"device: {place}")
-        plan = plan_lanes(recipe, inputs.shape, inputs.tokens, task.trials, [fold], place, free_bytes)
-        plan = settle_plan(plan, inputs.config, progress)
-        workers.lay_out(plan)
-        progress.say(f"plan: {plan}")
+        plan = make_plan(workers, recipe, inputs, task.trials, [fold], progress)
         scene = _Scene(task, inputs, fold, workers)
         jobs = [_job(scene, trial) for trial in task.trials]
         with open_run(recipe, found, inputs.tokens) as run:
-            try:
+            with end_recorded(run, began):
                 _train(run, scene, jobs, plan, progress, interrupts)
-            except Interrupted as end:
-                run.record("interrupted", signal=end.number)
-                raise
-            finally:
-                run.record("closed", seconds=time.monotonic() - began)
             if was_finished:
                 run.record("run_finished", failed=len(run.failed_lanes()))
             return _found(run, task, time.monotonic() - began)
@@ -278,16 +176,10 @@ def _train(
 ) -> None:
     """Train the lanes that aren't over, and write each as it ends."""
     from crosstune.fit_record import FitRecorder
-    from crosstune.train.checkpoint import Checkpoints
     from crosstune.train.evaluate import score_base
     from crosstune.workers.waves import waves_left
 
     recipe = scene.task.asked.recipe
-
-    def checkpoints(wave: Sequence[LaneJob]) -> Checkpoints:
-        lanes = [(job.trial, job.fold) for job in wave]
-        return Checkpoints(run.checkpoint_folder(lanes), recipe.train.checkpoint_every, interrupts, progress.say)
-
     tokens, held_out = scene.inputs.tokens, scene.fold.held_out
     score = partial(score_base, most_tokens=plan.evaluate_tokens)
     base_scores = scene.workers.apply(score, tokens, held_out) if held_out else None
@@ -302,6 +194,7 @@ def _train(
         base_scores=base_scores,
     )
     waves = waves_left(jobs, plan.lanes, over=run.lanes_over(), again=run.lanes_again())
+    checkpoints = checkpoints_of(run, recipe, interrupts, progress)
     scene.workers.run_waves(waves, tokens, plan, report=recorder, checkpoints=checkpoints)
 
 

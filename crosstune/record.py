@@ -34,6 +34,7 @@ from crosstune.train.events import (
 from crosstune.train.fault import blamed
 from crosstune.train.lane import LaneJob, RowScores
 from crosstune.train.recover import PlanChanged, WaveSplit
+from crosstune.workers.waves import key
 
 WRITERS = 16  # adapters written while their lanes are scored, and folders made, at a time
 EARLY = ".adapter.part"  # an adapter's tensors, until its scores are known
@@ -67,7 +68,7 @@ class Recorder:
         """Take one event, unless it is one that a continued wave tells a second time."""
         if (
             isinstance(event, StepKept | LaneTrained | LaneFinished | LaneRetired | LaneGivenUp)
-            and _key(event.job) in self.run.lanes_over()
+            and key(event.job) in self.run.lanes_over()
         ):
             return
         if isinstance(event, LaneEvaluated):
@@ -80,13 +81,13 @@ class Recorder:
             with blamed(lambda reason: self._fail(event.job, reason, event.step)):
                 self._keep_step(event)
         elif isinstance(event, LaneTrained):
-            if _key(event.job) in self._being_written:  # told before memory ran out in its evaluation
+            if key(event.job) in self._being_written:  # told before memory ran out in its evaluation
                 return
             file = self.folder(event.job) / EARLY
-            self._being_written[_key(event.job)] = self._writers.submit(_write, file, event.adapter)
+            self._being_written[key(event.job)] = self._writers.submit(_write, file, event.adapter)
         elif isinstance(event, LanesOver):
             for lane in event.lanes:
-                if _key(lane.job) not in self.run.lanes_over():
+                if key(lane.job) not in self.run.lanes_over():
                     self._begin_to_save(lane)
         elif isinstance(event, LaneFinished):
             with blamed(lambda reason: self._fail(event.job, reason, event.steps)):
@@ -103,7 +104,7 @@ class Recorder:
 
     def _fail(self, job: LaneJob, reason: str, step: int) -> None:
         for under_way in (self._being_written, self._being_saved):
-            if (writing := under_way.pop(_key(job), None)) is not None:
+            if (writing := under_way.pop(key(job), None)) is not None:
                 wait([writing])
         shutil.rmtree(self.folder(job), ignore_errors=True)  # what was written of it before it failed
         self.run.record("lane_failed", **_lane(job), reason=reason, step=step)
@@ -117,15 +118,15 @@ class Recorder:
                 shutil.rmtree(old)
 
     def _begin_to_save(self, event: LaneFinished) -> None:
-        written = self._being_written.pop(_key(event.job), None)
-        self._being_saved[_key(event.job)] = self._writers.submit(self._save, event, written)
+        written = self._being_written.pop(key(event.job), None)
+        self._being_saved[key(event.job)] = self._writers.submit(self._save, event, written)
 
     def _finish(self, event: LaneFinished) -> None:
         """The lane's line in the journal, once its folder is on the disk."""
-        if _key(event.job) not in self._being_saved:
+        if key(event.job) not in self._being_saved:
             self._begin_to_save(event)
-        record = self._being_saved.pop(_key(event.job)).result()
-        losses = [_short(loss) for loss in event.losses]
+        record = self._being_saved.pop(key(event.job)).result()
+        losses = [short(loss) for loss in event.losses]
         self.run.record("lane_finished", **_lane(event.job), **record, seconds=event.seconds, losses=losses)
 
     def _save(self, event: LaneFinished, written: Future[Written] | None) -> dict[str, Any]:
@@ -161,7 +162,8 @@ class Recorder:
             "trial": job.trial, "fold": "all rows" if job.fold is None else job.fold,
             "quantization": self.recipe.model.quantization,  # of the base: generate asks on the same
             "settings": dict(self.trials[job.trial].settings), "lora": job.lora.model_dump(mode="json"),
-            "train": job.train.model_dump(mode="json"), "result": {key: _short(value) for key, value in record.items()},
+            "train": job.train.model_dump(mode="json"),
+            "result": {fact: short(value) for fact, value in record.items()},
         }  # fmt: skip
         save_adapter(
             self.folder(job) / name,
@@ -220,10 +222,6 @@ def _write(file: Path, fetch: Callable[[], Mapping[str, Tensor]]) -> Written:
     return write_weights(file, fetch())
 
 
-def _key(job: LaneJob) -> Lane:
-    return job.trial, job.fold
-
-
 def _lane(job: LaneJob) -> dict[str, Any]:
     return {"trial": job.trial, "fold": job.fold}
 
@@ -236,6 +234,6 @@ def _sums(scores: RowScores) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _short(value: Any) -> Any:
+def short(value: Any) -> Any:
     """Floats to six digits: enough to read, and the journal stays small."""
     return float(f"{value:.6g}") if isinstance(value, float) else value

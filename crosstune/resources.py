@@ -1,11 +1,12 @@
-"""What a training needs beside its inputs: a run folder, someone to train, a plan that fits.
+"""What a training needs beside its inputs: a run folder, someone to train, a plan that fits, checkpoints.
 
 The door to torch, with crossval.py and fitting.py: imported inside functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,11 @@ from crosstune.asked import Asked
 from crosstune.data.load import Rows
 from crosstune.data.tokens import Tokens
 from crosstune.errors import DeviceError, MissingExtra, RecipeError
-from crosstune.interrupt import Interrupts
+from crosstune.inputs import Inputs
+from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.memory.gpus import Present
 from crosstune.memory.layout import Devices, Layout
 from crosstune.memory.plan import Plan, plan_memory
-from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress
 from crosstune.recipe import Recipe
 from crosstune.splits import Fold
@@ -30,6 +31,8 @@ from crosstune.sweep import Trial
 if TYPE_CHECKING:
     from crosstune.model.base import Base
     from crosstune.model.device import Place
+    from crosstune.train.checkpoint import Checkpoints
+    from crosstune.train.lane import LaneJob
     from crosstune.workers.local import LocalWorkers
     from crosstune.workers.ray import RayWorkers
 
@@ -143,51 +146,63 @@ def _base(asked: Asked, tokenizer: Any, place: Place, layout: Layout | None, pro
         progress.stop()
 
 
-def plan_as_before(
-    planned: Mapping[str, Any],
+def make_plan(
+    workers: LocalWorkers | RayWorkers,
     recipe: Recipe,
-    shape: ModelShape,
-    tokens: Tokens,
+    inputs: Inputs,
+    trials: Sequence[Trial],
+    folds: Sequence[Fold],
+    progress: Progress,
+    planned: Mapping[str, Any] | None = None,
+) -> Plan:
+    """How many lanes, rows and recomputed layers fit on the workers' device; the base is laid out for it.
+
+    planned    the plan with which the run began: taken if it still fits, as others give the same results to rounding
+    """
+    place, free = workers.place()
+    progress.say(f"device: {place}")
+    plan = _plan_as_before(planned, recipe, inputs, trials, folds, place, free, progress)
+    plan = settle_plan(plan, inputs.config, progress)
+    workers.lay_out(plan)
+    progress.say(f"plan: {plan}")
+    return plan
+
+
+def _plan_as_before(
+    planned: Mapping[str, Any] | None,
+    recipe: Recipe,
+    inputs: Inputs,
     trials: Sequence[Trial],
     folds: Sequence[Fold],
     place: Place,
-    progress: Progress,
     free: int,
+    progress: Progress,
 ) -> Plan:
-    """The plan with which the run began, if it still fits: other widths give the same results to rounding only."""
     if planned:
         before = {name.removeprefix("device."): value for name, value in planned.items() if name in WIDTHS}
         kept = {name: value for name, value in before.items() if getattr(recipe.device, name) == "auto"}
         device = recipe.device.model_copy(update=kept)
         try:
-            return plan_lanes(recipe.model_copy(update={"device": device}), shape, tokens, trials, folds, place, free)
+            return _plan_lanes(recipe.model_copy(update={"device": device}), inputs, trials, folds, place, free)
         except DeviceError as error:
             progress.say(f"the plan with which this run began no longer fits: {error.problem}")
-    return plan_lanes(recipe, shape, tokens, trials, folds, place, free)
+    return _plan_lanes(recipe, inputs, trials, folds, place, free)
 
 
-def plan_lanes(
-    recipe: Recipe,
-    shape: ModelShape,
-    tokens: Tokens,
-    trials: Sequence[Trial],
-    folds: Sequence[Fold],
-    place: Place,
-    free: int | None = None,
+def _plan_lanes(
+    recipe: Recipe, inputs: Inputs, trials: Sequence[Trial], folds: Sequence[Fold], place: Place, free: int
 ) -> Plan:
-    """How many lanes, rows and recomputed layers fit on this device."""
-    from crosstune.model.device import free_bytes
-
+    tokens = inputs.tokens
     lengths = np.array([tokens.max_tokens]) if recipe.data.packing else tokens.lengths
     for left, devices in zip(reversed(range(len(place.ways))), place.ways, strict=True):
         try:
             return plan_memory(
                 recipe=recipe,
-                shape=shape,
+                shape=inputs.shape,
                 lengths=lengths,
                 num_lanes=len(trials) * len(folds),
                 ranks=[trial.recipe.lora.rank for trial in trials],
-                free_bytes=free_bytes(place.device) if free is None else free,
+                free_bytes=free,
                 device_kind=place.device.type,
                 precision=place.precision.value,
                 machine=place.machine,
@@ -213,6 +228,32 @@ def settle_plan(plan: Plan, config: Mapping[str, Any], progress: Progress) -> Pl
     except (ValueError, KeyError) as error:  # transformers' own words for a model type that it can't build by itself
         progress.say(f"note: the plan can't be rehearsed ({error}); formulas made it")
         return plan
+
+
+def checkpoints_of(
+    run: Run, recipe: Recipe, interrupts: Interrupts, progress: Progress
+) -> Callable[[Sequence[LaneJob]], Checkpoints]:
+    """Where and how often the state of a wave is kept."""
+    from crosstune.train.checkpoint import Checkpoints
+    from crosstune.workers.waves import key
+
+    def checkpoints(wave: Sequence[LaneJob]) -> Checkpoints:
+        folder = run.checkpoint_folder([key(job) for job in wave])
+        return Checkpoints(folder, recipe.train.checkpoint_every, interrupts, progress.say)
+
+    return checkpoints
+
+
+@contextmanager
+def end_recorded(run: Run, began: float) -> Iterator[None]:
+    """However training ends, the journal has it: the signal that interrupted it, and the seconds since `began`."""
+    try:
+        yield
+    except Interrupted as end:
+        run.record("interrupted", signal=end.number)
+        raise
+    finally:
+        run.record("closed", seconds=time.monotonic() - began)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from crosstune.metrics import find_metric
 from crosstune.scores import fold_scores
 from crosstune.search import Search, mean_score
 from crosstune.store.run import Run
+from crosstune.store.state import Lane
 from crosstune.sweep import Trial
 from crosstune.train.events import Event, LaneEvaluated, LaneFinished, LaneRetired, Report
 from crosstune.train.lane import LaneJob
@@ -35,8 +36,8 @@ class Schedule:
         self.jobs: dict[int, Sequence[LaneJob]] = {}
         self._given: list[list[LaneJob]] = []  # handed out so far; those that are over are examined and told
         self._told: set[int] = set()
-        self._ended: set[tuple[int, int | None]] = set()
-        self._evaluations: dict[tuple[int, int | None], list[int]] = {}  # lane → steps reported
+        self._ended: set[Lane] = set()
+        self._evaluations: dict[Lane, list[int]] = {}  # lane → steps reported
         self._under_way = find_metric(metric).kind == "loss"  # other metrics are known when a lane is over
 
     def waves(self) -> Iterator[list[LaneJob]]:
@@ -133,7 +134,7 @@ class Schedule:
                 step = event["steps"] if event["event"] == "lane_finished" else event["step"]
                 self._hear(lane, step, math.nan if score is None else score, final=final)
 
-    def _hear(self, lane: tuple[int, int | None], step: int, score: float, *, final: bool) -> None:
+    def _hear(self, lane: Lane, step: int, score: float, *, final: bool) -> None:
         trial, fold = lane
         steps = self._evaluations.setdefault(lane, [])
         if fold is None or (final and lane in self._ended) or (not final and step in steps):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from crosstune.data.tokens import Tokens
     from crosstune.memory.plan import Plan
     from crosstune.sections import Device, Model
+    from crosstune.store.state import Lane
     from crosstune.train.lane import LaneJob
 
 TOLD_EVERY_SECONDS = 0.5  # progress of a worker; a step may last a millisecond
@@ -86,7 +87,7 @@ class Worker:
         }
         self._base: Any = None
         self._stop: Any = None
-        self._answers: queue.Queue[Mapping[tuple[int, int | None], str]] = queue.Queue()
+        self._answers: queue.Queue[Mapping[Lane, str]] = queue.Queue()
 
     def facts(self) -> dict[str, Any]:
         """Who this is: process, host, GPUs, and whether torch was there before they were chosen."""
@@ -132,7 +133,7 @@ class Worker:
         if self._stop is not None:
             self._stop.asked = number
 
-    def answer(self, given_up: Mapping[tuple[int, int | None], str]) -> None:
+    def answer(self, given_up: Mapping[Lane, str]) -> None:
         """The answer to `Asking`: lane → why its trial is given up."""
         self._answers.put(given_up)
 
@@ -198,7 +199,7 @@ class Worker:
 
     def _asker(self, order: Order, out: queue.Queue[Any]) -> Callable[[LaneJob], str]:
         """Ask once an evaluation, for all lanes of the wave: `run_wave` asks for each lane in turn."""
-        verdict: dict[tuple[int, int | None], str] = {}
+        verdict: dict[Lane, str] = {}
 
         def given_up(job: LaneJob) -> str:
             lane = (job.trial, job.fold)

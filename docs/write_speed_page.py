@@ -60,15 +60,16 @@ def five_folds(rows: list[Line]) -> str:
     """Steady and whole, by length and cap."""
     rows = [row for row in rows if row["lanes"] == 5]
     out = [
-        "| tokens | crosstune, steady s | whole s | kernels | TRL small card, steady s | whole s | best peer | steady s "
-        "| whole s | × small, steady | whole | × best, steady | whole | floor s | floor / steady |",
+        "| tokens | crosstune, steady s | whole s | kernels | TRL small card, steady s | whole s | best peer "
+        "| steady s | whole s | × small, steady | whole | × best, steady | whole | floor s | floor / steady |",
         "|---|--:|--:|---|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        keys = ("steady_s", "whole_s", "kernels", "small_steady_s", "small_whole_s", "best", "best_steady_s", "best_whole_s")
+        ours = ("steady_s", "whole_s", "kernels")
+        peers = ("small_steady_s", "small_whole_s", "best", "best_steady_s", "best_whole_s")
         ratios = ("small_steady_x", "small_whole_x", "best_steady_x", "best_whole_x")
         cells = [
-            tokens(row), *(cell(row.get(key)) for key in keys), *(ratio(row.get(key)) for key in ratios),
+            tokens(row), *(cell(row.get(key)) for key in (*ours, *peers)), *(ratio(row.get(key)) for key in ratios),
             cell(row.get("floor_s")), percent(row.get("floor_share")),
         ]  # fmt: skip
         out.append(f"| {' | '.join(cells)} |")

@@ -10,7 +10,13 @@ import pytest
 # Tests run side by side, a process a core; must be set before torch is imported, and holds for programs they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from hypothesis import settings
+
 from tests.tiny import CASES, make_tiny
+
+# How long an example takes depends on what else the computer does: not a thing to fail by.
+settings.register_profile("crosstune", deadline=None)
+settings.load_profile("crosstune")
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from crosstune.errors import DeviceError
 from crosstune.model.attach import Slots
 from crosstune.progress import Quiet
 from crosstune.train import graph as graph_module
+from crosstune.train import recover as recover_module
 from crosstune.train import room as room_module
 from crosstune.train import step as step_module
 from crosstune.train import wave as wave_module
@@ -284,6 +285,25 @@ def test_no_leak_is_told_where_there_is_none(base):
         watch.wave_ended()
     assert not said
     assert len(set(watch.after[1:])) == 1  # case M01: to the byte
+
+
+def test_on_a_gpu_cycles_are_collected_only_where_more_is_held_than_after_the_wave_before(monkeypatch):
+    held, collected, said = iter([100, 100, 300, 100, 100, 260, 250]), [], []
+    now = {"bytes": 0}
+
+    def collect(device):
+        collected.append(len(watch.after))
+        now["bytes"] = next(held) << 20
+
+    monkeypatch.setattr(recover_module, "empty_cache", lambda device: now.update(bytes=next(held) << 20))
+    monkeypatch.setattr(recover_module, "live_bytes", lambda device: now["bytes"])
+    monkeypatch.setattr(recover_module, "release", collect)
+    monkeypatch.setattr(recover_module, "live_tensors", lambda kind: Counter())
+    watch = LeakWatch(torch.device("cuda"), said.append)
+    for _ in range(5):
+        watch.wave_ended()
+    assert collected == [2, 4]  # 300 MiB after the third wave, 260 after the fifth
+    assert watch.after == [count << 20 for count in (100, 100, 100, 100, 250)]
 
 
 def test_case_m01_nothing_of_a_wave_outlives_it(base):

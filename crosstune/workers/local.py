@@ -11,7 +11,7 @@ from crosstune.data.tokens import Tokens
 from crosstune.memory.layout import Layout
 from crosstune.memory.plan import Plan
 from crosstune.model.base import Base
-from crosstune.model.device import Place, free_bytes
+from crosstune.model.device import Place, empty_cache, free_bytes
 from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import Event, GivenUp, Report
@@ -43,7 +43,9 @@ def run_waves(
             progress.say(str(event))
         report(event)
 
-    for jobs in waves:
+    for number, jobs in enumerate(waves):
+        if number:  # nothing follows the last one, and looking takes up to half a second
+            leaks.wave_ended()
         kept = checkpoints(jobs)
         try:
             plan = run_wave(
@@ -56,7 +58,7 @@ def run_waves(
             fail_wave(jobs, fault.reason, fault.step, report)
         finally:
             kept.close()
-        leaks.wave_ended()
+        empty_cache(base.device)
     if plan is planned and (hint := compare_peak(plan, base.device)):
         progress.say(hint)
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from crosstune.train.events import (
 )
 from crosstune.train.fault import blamed
 from crosstune.train.lane import LaneJob, RowScores
-from crosstune.train.recover import PlanChanged, WaveSplit
+from crosstune.train.recover import PlanChanged, WaveSplit, is_out_of_memory
 from crosstune.workers.waves import key
 
 WRITERS = 16  # adapters written while their lanes are scored, and folders made, at a time
@@ -147,7 +148,8 @@ class Recorder:
             "base_hits": base.hits,
         }
         self.run.write_lane_rows(job.trial, job.fold, columns)
-        self._save_adapter(job, event.adapter, "adapter", record, None if written is None else written.result)
+        early = None if written is None else partial(_written, written, self.folder(job) / EARLY, event.adapter)
+        self._save_adapter(job, event.adapter, "adapter", record, early)
         return record
 
     def _save_adapter(
@@ -220,6 +222,16 @@ def _only(scores: RowScores, rows: NDArray[np.int64]) -> RowScores:
 
 def _write(file: Path, fetch: Callable[[], Mapping[str, Tensor]]) -> Written:
     return write_weights(file, fetch())
+
+
+def _written(early: Future[Written], file: Path, adapter: Mapping[str, Tensor]) -> Written:
+    """What was written while the lane was scored; where memory didn't do for that, written now."""
+    try:
+        return early.result()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return write_weights(file, adapter)
 
 
 def _lane(job: LaneJob) -> dict[str, Any]:

@@ -87,6 +87,27 @@ def test_a_disk_that_refuses_one_lane_ends_the_run_when_all_threads_are_done_and
         assert digests(tmp_path / "run" / name) == digests(tmp_path / "alone" / name)
 
 
+def test_memory_that_runs_out_while_an_adapter_is_written_early_costs_nothing(
+    tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, raised = record_module._write, []
+
+    def write(file: Path, fetch: Any) -> Any:
+        if "fold-1" in str(file):
+            raised.append(file)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(file, fetch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(record_module, "_write", write)
+        assert not cross_validate(asked(tiny, cases, tmp_path / "run"), progress=Quiet()).failed
+    cross_validate(asked(tiny, cases, tmp_path / "alone"), progress=Quiet())
+    assert len(raised) == 1
+    for fold in range(3):
+        name = f"lanes/trial-0/fold-{fold}"
+        assert digests(tmp_path / "run" / name) == digests(tmp_path / "alone" / name)
+
+
 def test_lanes_before_one_whose_adapter_cannot_be_fetched_are_told_of(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

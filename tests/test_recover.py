@@ -295,12 +295,12 @@ def test_on_a_gpu_cycles_are_collected_only_where_more_is_held_than_after_the_wa
         collected.append(len(watch.after))
         now["bytes"] = next(held) << 20
 
-    monkeypatch.setattr(recover_module, "empty_cache", lambda device: now.update(bytes=next(held) << 20))
     monkeypatch.setattr(recover_module, "live_bytes", lambda device: now["bytes"])
     monkeypatch.setattr(recover_module, "release", collect)
     monkeypatch.setattr(recover_module, "live_tensors", lambda kind: Counter())
     watch = LeakWatch(torch.device("cuda"), said.append)
     for _ in range(5):
+        now["bytes"] = next(held) << 20
         watch.wave_ended()
     assert collected == [2, 4]  # 300 MiB after the third wave, 260 after the fifth
     assert watch.after == [count << 20 for count in (100, 100, 100, 100, 250)]

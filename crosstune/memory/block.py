@@ -56,6 +56,11 @@ class Settings:
         return self.lanes * self.micro_batch * self.tokens
 
     @property
+    def recorded_row(self) -> int:
+        """Tokens of each row of the largest recorded pass."""
+        return -(-self.recorded // (self.lanes * self.micro_batch))
+
+    @property
     def number_bytes(self) -> int:
         """Of the compute type."""
         return DTYPE_BYTES[self.precision]

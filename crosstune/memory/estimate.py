@@ -111,8 +111,7 @@ def pool_bytes(shape: ModelShape, settings: Settings, machine: Machine) -> int:
     """What the recorded passes' common pool holds: the largest one's peak."""
     if not settings.recorded:
         return 0
-    rows = settings.lanes * settings.micro_batch
-    like = replace(settings, tokens=-(-settings.recorded // rows), recorded=0)
+    like = replace(settings, tokens=settings.recorded_row, recorded=0)
     moments = training_moments(block_of(shape, like, machine), machine)
     return max(sum(parts.values()) for parts in moments.values())
 

@@ -17,13 +17,12 @@ from dataclasses import replace
 
 from crosstune.memory.block import Block, block_of
 from crosstune.memory.estimate import (
-    COPIES,
     base_parts,
     estimate,
     evaluation_bytes,
     fragmentation_bytes,
     lane_parts,
-    pool_bytes,
+    outside_bytes,
 )
 from crosstune.memory.gpus import MIB
 from crosstune.memory.precision import repeats_heads
@@ -81,21 +80,19 @@ def merge_bytes(shape: ModelShape) -> int:
 def _held(plan: Plan) -> dict[str, int]:
     """What lies on the device while lanes answer."""
     shape, settings = plan.job.shape, plan.widths
-    settings = replace(settings, copies=False)
+    settings = replace(settings, copies=False, recorded=0)
     lanes = {name: size for name, size in lane_parts(shape, settings).items() if "optimizer" not in name}
     machine = plan.job.machine
-    outside = {"cuBLAS workspaces": machine.cublas_bytes, "context and libraries": machine.context_bytes}
+    outside = {"cuBLAS workspaces": machine.cublas_bytes, "context and libraries": outside_bytes(settings, machine)}
     return {**base_parts(shape, settings), **lanes, **outside}
 
 
 def _evaluate(plan: Plan) -> int:
     shape, settings, machine = plan.job.shape, plan.widths, plan.job.machine
     batch = evaluation_bytes(block_of(shape, settings, machine), plan.evaluate_tokens, machine.kind)
-    beside = lane_parts(shape, settings)["lanes: optimizer state"]
-    beside += base_parts(shape, settings)[COPIES]
-    if settings.recorded:
-        beside += pool_bytes(shape, settings, machine) + machine.cublas_bytes
-    return sum(_held(plan).values()) + beside + batch + fragmentation_bytes(batch, machine)
+    training = estimate(shape, replace(settings, checkpointed=min(settings.checkpointed, shape.layers)), machine)
+    stays = training.peak_bytes - training.transient_bytes - training.parts["fragmentation"]
+    return stays + batch + fragmentation_bytes(batch, machine)
 
 
 def _generate(plan: Plan, new_tokens: int, rows: int) -> int:

@@ -103,9 +103,7 @@ class Plan:
     def spending(self, *, graphs: bool | None = None, copies: bool | None = None) -> Plan:
         """The same widths with or without graphs and copies. None: as it is."""
         graphs, copies = self.recorded > 0 if graphs is None else graphs, self.copies if copies is None else copies
-        made = make_plan(
-            self.job, self.lanes, self.micro_batch, self.checkpointed_layers, graphs=graphs, copies=copies
-        )  # fmt: skip
+        made = make_plan(self.job, self.lanes, self.micro_batch, self.checkpointed_layers, graphs=graphs, copies=copies)
         return replace(made, evaluate_tokens=min(made.evaluate_tokens, self.evaluate_tokens), larger=self.larger)
 
     def thrifty(self) -> Plan | None:

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from crosstune.data.batches import Batch, PassSize
 from crosstune.memory.estimate import Settings
@@ -24,17 +23,22 @@ from crosstune.model.targets import resolve_targets
 from crosstune.sections import Evaluate, Lora, Train
 from crosstune.train import step as training
 from crosstune.train.cutting import Cutting
-from crosstune.train.graph import Passes, Replayed
+from crosstune.train.graph import Passes
 from crosstune.train.lane import Lane, LaneJob
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.step import DeviceBatch
-from crosstune.train.trace import Tracker
 
 
 def go_through(
-    base: Base, settings: Settings, mark: Callable[[str], None], *, passes: int = 2, evaluate_tokens: int = 0
+    base: Base,
+    settings: Settings,
+    mark: Callable[[str], None],
+    *,
+    passes: int = 2,
+    evaluate_tokens: int = 0,
+    kind: Callable[..., Passes] = Passes,
 ) -> None:
-    """The steps themselves, on any device: `mark` is told the end of each phase."""
+    """The steps themselves, on any device: `mark` is told the end of each phase. `kind`: how passes are recorded."""
     job = job_of(base, settings)
     with attached(base, [job.spec] * settings.lanes, checkpointed_layers=settings.checkpointed) as slots:
         slots.keep_weights(settings.copies)
@@ -42,7 +46,7 @@ def go_through(
         lanes = [Lane(job, [], (), 2) for _ in range(settings.lanes)]
         mark("lanes")
         batches = [_batch(settings, settings.micro_batch, settings.tokens)] * passes
-        graphs = _recorded(slots, settings)
+        graphs = _recorded(slots, settings, kind)
         if graphs is not None:
             short = _batch(settings, settings.micro_batch, graphs.sizes[0].width)
             training.train_step(slots, optimizer, lanes, [short, short], graphs.run)
@@ -62,40 +66,16 @@ def job_of(base: Base, settings: Settings) -> LaneJob:
     return LaneJob(0, 0, lora, Train(), Evaluate(), (0,), (), targets)
 
 
-def _recorded(slots: Slots, settings: Settings) -> Passes | None:
-    """Passes that are recorded on a GPU, and on meta tensors said to be. None: there are none, or it is a CPU."""
+def _recorded(slots: Slots, settings: Settings, kind: Callable[..., Passes]) -> Passes | None:
+    """Passes of the recorded size. None: there are none, or it is a CPU."""
     if not settings.recorded or slots.base.device.type not in ("cuda", "meta"):
         return None
-    rows = settings.micro_batch
-    width = -(-settings.recorded // (settings.lanes * rows))
-    kind = Passes if slots.base.device.type == "cuda" else _SaidToBeRecorded
+    rows, width = settings.micro_batch, settings.recorded_row
     return kind(slots, Cutting(rows), [PassSize(rows, width, rows * (width - 1))], _refuse)
 
 
 def _refuse(text: str) -> None:
     raise RuntimeError(text)
-
-
-class _SaidToBeRecorded(Passes):
-    """A graph's memory without a graph: what its pass allocates comes from the graph's own pool."""
-
-    def record(self, given: DeviceBatch) -> Replayed:
-        (tracker,) = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Tracker))
-        return _Traced(self.slots, given, tracker)
-
-
-class _Traced:
-    """A recorded pass as the tracker sees it; torch.cuda.graph empties the cache before it records."""
-
-    def __init__(self, slots: Slots, given: DeviceBatch, tracker: Tracker) -> None:
-        self._given = given
-        tracker.trace += [("empty", 0, 0), ("capture", 1, 0)]
-        self._loss_K = training.run_pass(slots, given)
-        tracker.trace.append(("captured", 1, 0))
-
-    def replay(self, batch: DeviceBatch) -> torch.Tensor:
-        self._given.take(batch)
-        return self._loss_K
 
 
 def _batch(settings: Settings, rows: int, width: int) -> Batch:

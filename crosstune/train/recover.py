@@ -14,7 +14,7 @@ import torch
 
 from crosstune.errors import DeviceError
 from crosstune.memory.plan import Plan
-from crosstune.model.device import empty_cache, live_bytes, live_tensors, release, used_bytes
+from crosstune.model.device import live_bytes, live_tensors, release, used_bytes
 from crosstune.train.lane import LaneJob
 from crosstune.units import bytes_words
 
@@ -128,9 +128,9 @@ class LeakWatch:
         """Look after a wave."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:  # walking all objects takes half a second: only where more is held than after the wave before
-            empty_cache(self.device)
-            if not self.after or live_bytes(self.device) <= self.after[-1] + LEAK_BYTES:
-                self.after.append(live_bytes(self.device))
+            held = live_bytes(self.device)
+            if not self.after or held <= self.after[-1] + LEAK_BYTES:
+                self.after.append(held)
                 return
         release(self.device)
         alive = live_tensors(self.device.type)

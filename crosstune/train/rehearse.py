@@ -11,6 +11,7 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -24,14 +25,16 @@ from crosstune.memory.gpus import Machine
 from crosstune.memory.plan import Plan
 from crosstune.memory.precision import repeats_heads
 from crosstune.model import block, elementwise, head
-from crosstune.model.attach import attached
+from crosstune.model.attach import Slots, attached
 from crosstune.model.attention import REPEATED, register
 from crosstune.model.base import DTYPES, Base
 from crosstune.train import generate
 from crosstune.train.drill import go_through, job_of
 from crosstune.train.generate import Prompt
+from crosstune.train.graph import Passes, Replayed
 from crosstune.train.kernels import CPU_TEMPORARIES, CUDA_TEMPORARIES, STAND_INS, attention_of
 from crosstune.train.quantized import quantize_linears
+from crosstune.train.step import DeviceBatch, run_pass
 from crosstune.train.trace import META, Tracker
 from crosstune.units import bytes_words
 
@@ -73,7 +76,8 @@ def rehearse(
         tracker.track_module(base.model)
         tracker.trace.append(("begin", 0, 0))
         tracker.mark("base")
-        go_through(base, settings, tracker.mark, passes=passes, evaluate_tokens=evaluate_tokens)
+        kind = partial(_SaidToBeRecorded, tracker)
+        go_through(base, settings, tracker.mark, passes=passes, evaluate_tokens=evaluate_tokens, kind=kind)
     trace = tuple(tracker.trace)
     gc.collect()
     return Rehearsal(trace, machine, outside_bytes(settings, machine))
@@ -103,6 +107,31 @@ def rehearse_answers(
     trace = tuple(tracker.trace)
     gc.collect()
     return Rehearsal(trace, machine, outside_bytes(settings, machine))
+
+
+class _SaidToBeRecorded(Passes):
+    """A graph's memory without a graph: what its pass allocates comes from the graph's own pool."""
+
+    def __init__(self, tracker: Tracker, *args: Any) -> None:
+        super().__init__(*args)
+        self._tracker = tracker
+
+    def record(self, given: DeviceBatch) -> Replayed:
+        return _Traced(self.slots, given, self._tracker)
+
+
+class _Traced:
+    """A recorded pass as the tracker sees it; torch.cuda.graph empties the cache before it records."""
+
+    def __init__(self, slots: Slots, given: DeviceBatch, tracker: Tracker) -> None:
+        self._given = given
+        tracker.trace += [("empty", 0, 0), ("capture", 1, 0)]
+        self._loss_K = run_pass(slots, given)
+        tracker.trace.append(("captured", 1, 0))
+
+    def replay(self, batch: DeviceBatch) -> torch.Tensor:
+        self._given.take(batch)
+        return self._loss_K
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from crosstune.memory.plan import plan_memory
 from crosstune.memory.shape import ModelShape
 from crosstune.memory.widths import evaluation_tokens
 from crosstune.model.base import DTYPES, Base
-from crosstune.model.device import machine_of
+from crosstune.model.device import machine_of, outside_allocator
 from crosstune.recipe import Recipe
 from crosstune.train.drill import go_through
 from crosstune.train.rehearse import rehearse, settle
@@ -211,14 +211,14 @@ def run(options: argparse.Namespace) -> None:
 
         say(
             kind="env", gpu=machine.name, torch=torch.__version__, expandable=expandable, machine=asdict(machine),
-            outside=outside_now() if cuda else 0, allocated=torch.cuda.memory_allocated() if cuda else 0,
+            outside=outside_allocator(device) if cuda else 0, allocated=torch.cuda.memory_allocated() if cuda else 0,
         )  # fmt: skip
         waiting: list[tuple[dict[str, Any], Future[dict[str, Any]]]] = []
         base, held = None, None
         for name, settings in cells:
             config = MODELS[name]
             evaluate = evaluation_tokens(ModelShape.from_config(config), settings, find_gpu("h200"))
-            outside = outside_now() if cuda else 0
+            outside = outside_allocator(device) if cuda else 0
             foretold = pool.submit(predict, config, settings, machine, expandable, evaluate, outside)
             line: dict[str, Any] = {"kind": "cell", **named(name, settings), "evaluate": evaluate, "outside": outside}
             if time.monotonic() - began > options.seconds:
@@ -239,12 +239,6 @@ def run(options: argparse.Namespace) -> None:
         for line, foretold in waiting:
             say(**line, **foretold.result())
         say(kind="done", seconds=round(time.monotonic() - began, 1))
-
-
-def outside_now() -> int:
-    """Bytes that the device holds outside PyTorch's allocator."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
 
 
 def again(path: Path, models: list[str], processes: int) -> None:

@@ -145,9 +145,13 @@ def used_bytes(device: torch.device) -> int:
     """The most that the device held for this process, allocator and context together: what a plan's peak is."""
     if device.type != "cuda":
         return peak_bytes(device)
+    return torch.cuda.max_memory_reserved(device) + outside_allocator(device)
+
+
+def outside_allocator(device: torch.device) -> int:
+    """Bytes that a GPU holds outside PyTorch's allocator; also other processes': exact on a GPU of one's own."""
     free, total = torch.cuda.mem_get_info(device)
-    outside = total - free - torch.cuda.memory_reserved(device)  # also other processes: exact on a GPU of one's own
-    return torch.cuda.max_memory_reserved(device) + outside
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def release(device: torch.device) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from crosstune.crossval import cross_validate
 from crosstune.errors import ModelError, RunError
@@ -163,8 +164,10 @@ def test_p02_a_lane_that_turns_infinite_fails_alone_and_is_not_averaged_in(
 
     def every_file_is_finite() -> None:
         for path in (tmp_path / "run").rglob("*.safetensors"):
-            seen.append(path)
-            assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in load_file(path).values()), path
+            with suppress(FileNotFoundError):  # those that keep checkpoints are at work beside this: the last two stay
+                tensors = load(path.read_bytes())
+                seen.append(path)
+                assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in tensors.values()), path
 
     class Looking(Quiet):
         def advance(self, n: int = 1, **facts: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from crosstune.data.batches import PassSize, collate
 from crosstune.data.flat import ALIGNED, collate_flat, cut_flat, flat_size
 from crosstune.model import block
-from crosstune.model.attach import attached
+from crosstune.model.attach import Slots, attached
 from crosstune.model.base import load_base
 from crosstune.model.lanes import Lanes
 from crosstune.sections import Model
@@ -78,6 +78,23 @@ def test_a_lane_without_rows_in_a_pass_gets_no_gradient(base):
     assert loss_K[1] == 0 and not grad_KP[1].any()
 
 
+def test_products_of_one_lane_at_a_time_ask_the_device_for_nothing():
+    """`ends_K` on the meta device holds no numbers."""
+    ends, draw = [5, 5, 12, 20], torch.Generator().manual_seed(0)
+    lanes = Lanes(4, torch.empty(4, dtype=torch.int32, device="meta"), ends=ends)
+    x_NI, m_KIO = (torch.randn(shape, generator=draw) for shape in ((20, 6), (4, 6, 3)))
+    wide_NO = torch.zeros(20, 7)
+    lanes.times_into(wide_NO[:, 2:5], x_NI, m_KIO)
+    outer_KOI = torch.zeros(4, 3, 6)
+    for token in range(20):
+        lane = sum(token >= end for end in ends)
+        y_O = x_NI[token] @ m_KIO[lane]
+        torch.testing.assert_close(lanes.times(x_NI, m_KIO)[token], y_O)
+        torch.testing.assert_close(wide_NO[token], torch.cat([torch.zeros(2), y_O, torch.zeros(2)]))
+        outer_KOI[lane] += torch.outer(y_O, x_NI[token])
+    torch.testing.assert_close(lanes.outer(lanes.times(x_NI, m_KIO), x_NI), outer_KOI)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_step_is_cut_into_passes_that_hold_each_unit_once_and_are_of_like_size(seed):
     draw = random.Random(seed)
@@ -113,6 +130,17 @@ def test_rows_of_one_length_stay_even_and_rows_of_many_lie_flat(base):
     assert cutting_of(base, one_length) == Cutting(2, 1)
     found = cutting_of(base, random_tokens())
     assert found.most_tokens == 3 * 2 * 32 and found.longest == random_tokens().lengths.max()
+
+
+def test_flat_passes_that_are_short_are_not_taken_where_only_even_ones_are_recorded(base, monkeypatch):
+    """A flat pass here has some 60 tokens, padded to an even one 90."""
+    tokens = random_tokens()
+    monkeypatch.setattr(Slots, "is_recordable", lambda self, *, flat: not flat)
+    for least, is_flat in ((0, True), (50, True), (200, False)):
+        monkeypatch.setattr(cutting, "launch_of", lambda slots, *, lanes_apart, least=least: least)
+        assert bool(cutting_of(base, tokens).most_tokens) == is_flat
+    monkeypatch.setattr(Slots, "is_recordable", lambda self, *, flat: True)
+    assert cutting_of(base, tokens).most_tokens
 
 
 def test_flat_passes_compute_fewer_tokens_than_even_ones(base):
@@ -190,8 +218,9 @@ def test_a_small_adapter_is_not_rounded_away_beside_a_large_residual(tiny, name,
     draw, count = torch.Generator().manual_seed(0), 24_000
     with attached(base, [fold_job(base, fold, k=3, lora={"dropout": 0.0}).spec for fold in range(3)]) as slots:
         bundle = getattr(base.decoder_layers[0].parts, name)
-        ends_K = torch.tensor([count // 2, count // 4 * 3, count], dtype=torch.int32)
-        slots.begin_pass(None, Lanes.flat(ends_K, count) if lies_flat else None)
+        ends = [count // 2, count // 4 * 3, count]
+        lanes = Lanes.flat(torch.tensor(ends, dtype=torch.int32), ends, count)
+        slots.begin_pass(None, lanes if lies_flat else None)
         x_NI = torch.randn(1, bundle.inputs, generator=draw).abs().expand(count, -1).to(base.dtype).contiguous()
         x_NI += torch.randn(count, bundle.inputs, generator=draw).to(base.dtype)  # rows alike: what is added is, too
         h_NH = 12 * torch.randn(count, bundle.outputs, generator=draw).to(base.dtype)

@@ -21,6 +21,8 @@ from crosstune.memory.shape import ModelShape
 # 295–310 ms with recomputation.
 LAUNCH_SECONDS = 5.2e-3
 RELAUNCH_SECONDS = 2.6e-3
+# Where products of flat passes are made for one lane at a time (model/lanes.py): 33 a block and lane, 8 µs each.
+LANE_LAUNCH_SECONDS = 0.26e-3
 # The demo (SmolLM2-135M, 5 lanes) on 2 cores of an EPYC with AVX-512 BF16: 75 GFLOP/s a core in fp32, 180 in bf16.
 CPU_BF16_GAIN = 2.4
 # Products over few tokens don't fill a GPU: lanes of the 8B model reached 52, 66 and 69% of an H200's rate with 512,
@@ -56,9 +58,13 @@ def pass_seconds(shape: ModelShape, settings: Settings, machine: Machine, tokens
     return max(launches, arithmetic + dequantise, read)
 
 
-def launch_tokens(layers: int, parameters: int, machine: Machine) -> float:
-    """Tokens of a pass whose arithmetic takes as long as launching its kernels. `parameters`: of all products."""
-    return layers * LAUNCH_SECONDS * machine.flops * ARITHMETIC_SHARE[machine.kind] / (4 * parameters)
+def launch_tokens(layers: int, parameters: int, machine: Machine, *, lanes_apart: int = 0) -> float:
+    """Tokens of a pass whose arithmetic takes as long as launching its kernels. `parameters`: of all products.
+
+    `lanes_apart`: lanes whose products are made one by one.
+    """
+    seconds = layers * (LAUNCH_SECONDS + lanes_apart * LANE_LAUNCH_SECONDS)
+    return seconds * machine.flops * ARITHMETIC_SHARE[machine.kind] / (4 * parameters)
 
 
 def step_tokens(lengths: NDArray[np.integer], *, lanes: int, batch_size: int, micro_batch: int) -> tuple[float, int]:

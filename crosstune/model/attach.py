@@ -27,7 +27,7 @@ from crosstune.model.block import FUSED_ON, FusedBlock, kind_of
 from crosstune.model.bundle import Bundle, BundledLinear
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
 from crosstune.model.fuse import fuse, swap
-from crosstune.model.lanes import ALIGNED, Lanes
+from crosstune.model.lanes import ALIGNED, Lanes, groups_products
 from crosstune.model.lora import Adapters, LaneLinear, Pass
 from crosstune.model.shards import Shard, Site, lay_out, put, whole
 from crosstune.model.targets import linear_sizes
@@ -145,16 +145,19 @@ class Slots:
                 for bundle in block.parts.bundles:
                     bundle.keep_weights(keep)
 
-    @property
-    def is_recordable(self) -> bool:
-        """Passes can be recorded as CUDA graphs: nothing in them asks the device for a value (int8 does)."""
+    def is_recordable(self, *, flat: bool) -> bool:
+        """Passes can be recorded as CUDA graphs: nothing in them asks the device for a value (int8 does).
+
+        Flat ones only where the device, not the host, is told whose tokens are whose.
+        """
         whole = self.base.fused is not None and self.base.spread is None
-        return self.base.device.type == "cuda" and whole and not self._int8
+        told = not flat or groups_products(self.base.device, self.base.dtype)
+        return self.base.device.type == "cuda" and whole and not self._int8 and told
 
     @property
     def takes_flat(self) -> bool:
         """Passes may lie flat, without padding (lanes.py): every adapted layer is a bundle's, ranks are aligned."""
-        aligned = self.base.device.type != "cuda" or self.rank % ALIGNED == 0
+        aligned = not groups_products(self.base.device, self.base.dtype) or self.rank % ALIGNED == 0
         return self.base.takes_flat and aligned and not isinstance(self.base.head, LaneLinear)
 
     def _replace(self, name: str, module: nn.Module) -> None:

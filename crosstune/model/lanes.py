@@ -3,14 +3,17 @@
 A pass is laid out in one of two ways. *Even*: every lane has the same number of tokens, rows padded to the longest, and
 a product is batched over equal blocks. *Flat*: all rows one after another without padding, lane by lane; the tokens of
 lane k end at `ends_K[k]`, and a product is a grouped one (torch._grouped_mm, made for mixtures of experts), which reads
-the ends on the device. Nothing in either crosses lanes.
+the ends on the device. Where there is none, each lane's product is made by itself. Nothing in either crosses lanes.
 
 Shapes: K lanes, N tokens of a pass, S tokens of a lane where even, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,18 +24,22 @@ ALIGNED = 8  # numbers of 16 bits
 
 @dataclass(frozen=True)
 class Lanes:
-    """K lanes' tokens: in equal blocks, or where `ends_K` (int32) says; `lane_N` is then each token's lane."""
+    """K lanes' tokens: in equal blocks, or where `ends_K` (int32) says; `lane_N` is then each token's lane.
+
+    `ends` are the same numbers on the host, for products of one lane at a time: asking the device would wait for it.
+    """
 
     num: int
     ends_K: Tensor | None = None
     lane_N: Tensor | None = None
+    ends: Sequence[int] = ()
 
     @classmethod
-    def flat(cls, ends_K: Tensor, num_tokens: int) -> Lanes:
+    def flat(cls, ends_K: Tensor, ends: Sequence[int], num_tokens: int) -> Lanes:
         """Lanes of `num_tokens` tokens; those behind the last lane's end are padding, and count as the last lane's."""
         place_N = torch.arange(num_tokens, device=ends_K.device, dtype=ends_K.dtype)
-        lane_N = torch.searchsorted(ends_K, place_N, right=True).clamp_(max=len(ends_K) - 1)
-        return cls(len(ends_K), ends_K, lane_N)
+        lane_N = torch.searchsorted(ends_K, place_N, right=True).clamp_(max=len(ends) - 1)
+        return cls(len(ends), ends_K, lane_N, ends)
 
     def scale_(self, x_NR: Tensor, scale_K: Tensor) -> Tensor:
         """Multiply each lane's tokens by its number, in place."""
@@ -43,16 +50,21 @@ class Lanes:
 
     def times(self, x_NI: Tensor, m_KIO: Tensor) -> Tensor:
         """x m_k for the tokens of each lane k."""
-        if self.ends_K is None:
-            return torch.bmm(self._blocks(x_NI), m_KIO).view(len(x_NI), -1)
-        return self._grouped(x_NI, m_KIO)
+        if self.ends_K is not None and groups_products(x_NI.device, x_NI.dtype):
+            return torch._grouped_mm(x_NI, m_KIO, offs=self.ends_K)
+        y_NO = x_NI.new_empty(len(x_NI), m_KIO.shape[2])
+        self.times_into(y_NO, x_NI, m_KIO)
+        return y_NO
 
     def times_into(self, y_NO: Tensor, x_NI: Tensor, m_KIO: Tensor) -> None:
         """The same, written to `y_NO`, which may be some columns of a tensor."""
         if self.ends_K is None:
             torch.bmm(self._blocks(x_NI), m_KIO, out=self._blocks(y_NO))
+        elif groups_products(x_NI.device, x_NI.dtype):
+            y_NO.copy_(torch._grouped_mm(x_NI, m_KIO, offs=self.ends_K))
         else:
-            y_NO.copy_(self._grouped(x_NI, m_KIO))
+            for k, part in enumerate(self._parts()):
+                torch.mm(x_NI[part], m_KIO[k], out=y_NO[part])
 
     def outer(self, g_NO: Tensor, x_NI: Tensor) -> Tensor:
         """gᵀ x over each lane's tokens, (K, O, I)."""
@@ -61,23 +73,21 @@ class Lanes:
             return self.outer(x_NI, g_NO).transpose(1, 2)
         if self.ends_K is None:
             return torch.bmm(self._blocks(g_NO).transpose(1, 2), self._blocks(x_NI))
-        if _in_one_kernel(x_NI):
+        if groups_products(x_NI.device, x_NI.dtype):
             return torch._grouped_mm(g_NO.t(), x_NI, offs=self.ends_K)
-        return torch.stack([g_NO[part].t() @ x_NI[part] for part in self._parts()])
-
-    def _grouped(self, x_NI: Tensor, m_KIO: Tensor) -> Tensor:
-        if _in_one_kernel(x_NI):
-            return torch._grouped_mm(x_NI, m_KIO, offs=self.ends_K)
-        return torch.cat([x_NI[part] @ m_KIO[k] for k, part in enumerate(self._parts())])
+        out_KOI = x_NI.new_empty(self.num, g_NO.shape[1], x_NI.shape[1])
+        for k, part in enumerate(self._parts()):
+            torch.mm(g_NO[part].t(), x_NI[part], out=out_KOI[k])
+        return out_KOI
 
     def _blocks(self, x_NI: Tensor) -> Tensor:
         return x_NI.unflatten(0, (self.num, -1))
 
-    def _parts(self) -> list[slice]:
-        assert self.ends_K is not None
-        ends = self.ends_K.tolist()
-        return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+    def _parts(self) -> Iterator[slice]:
+        return (slice(start, stop) for start, stop in pairwise((0, *self.ends)))
 
 
-def _in_one_kernel(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16
+@cache
+def groups_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """There is a kernel for the products of all lanes: bf16 from compute capability 9.0 (GroupedBlas.cpp)."""
+    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -36,10 +36,11 @@ def packed_attention(query_1hND: Tensor, key_1gND: Tensor, value_1gND: Tensor, r
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the flash kernel and grouped products (lanes.py) run there: 16-bit types from capability 8.0 and 9.0."""
+    """Whether the flash kernel runs there: bf16 from compute capability 8.0, where torch was built with it."""
     if device.type != "cuda":
         return True
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
+    is_new = torch.cuda.get_device_capability(device) >= (8, 0)
+    return is_new and dtype == torch.bfloat16 and torch.backends.cuda.is_flash_attention_available()
 
 
 class _Flash(torch.autograd.Function):

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from crosstune.data.batches import Batch, PassSize, Unit, collate, cut_step, pass_size
 from crosstune.data.flat import aligned, collate_flat, cut_flat, flat_size
 from crosstune.data.tokens import Tokens
+from crosstune.memory.speed import launch_tokens
 from crosstune.memory.widths import LENGTH_MULTIPLE
 from crosstune.model.attach import Slots
 from crosstune.model.block import kind_of
+from crosstune.model.device import machine_of
+from crosstune.model.targets import linear_sizes
 from crosstune.train.lane import Lane
 
 FLAT_ON = {"cuda": True, "mps": False, "cpu": False, "cpu bf16": True}  # kinds of device
@@ -59,23 +62,37 @@ class Cutting:
 
 
 def choose_cutting(slots: Slots, lanes: Sequence[Lane], tokens: Tokens, micro_batch: int) -> Cutting:
-    """Flat where that can be done and even passes would be padding for more than WASTE."""
+    """Flat where that can be done and even passes would be padding for more than WASTE.
+
+    Where only even ones can be recorded as CUDA graphs, a flat one costs as much as its launch at least.
+    """
     device_type = slots.base.device.type
     even = Cutting(micro_batch, LENGTH_MULTIPLE[device_type])
     if not (FLAT_ON[kind_of(slots.base.device, slots.base.dtype)] and slots.takes_flat):
         return even
     every = [[int(tokens.lengths[row]) for row in unit] for lane in lanes for unit in lane.units]
     packed = any(len(unit) > 1 for unit in every)
-    real = computed = 0
+    only_even = slots.is_recordable(flat=False) and not slots.is_recordable(flat=True)
+    least = launch_of(slots, lanes_apart=len(lanes)) if only_even else 0.0
+    real = computed = 0.0
     for units_K in steps_of_wave(lanes):
         for units in even.cut(units_K, tokens):
             size = even.size(units, tokens)
             computed += len(lanes) * size.rows * size.width
-            real += sum(int(tokens.lengths[row]) for of_lane in units for unit in of_lane for row in unit)
+            real += max(least, sum(int(tokens.lengths[row]) for of_lane in units for unit in of_lane for row in unit))
     if not packed and (computed == 0 or 1 - real / computed <= WASTE):
         return even
     widest, longest = max(map(sum, every), default=1), max(map(max, every), default=1)
     return Cutting(micro_batch, even.multiple, len(lanes) * micro_batch * aligned(widest), longest)
+
+
+def launch_of(slots: Slots, *, lanes_apart: int = 0) -> float:
+    """Tokens that are computed while a pass is launched kernel by kernel; 0 on a CPU, which launches nothing."""
+    if slots.base.device.type != "cuda":
+        return 0.0
+    parameters = sum(inputs * outputs for inputs, outputs in linear_sizes(slots.base).values())
+    layers, machine = len(slots.base.decoder_layers), machine_of(slots.base.device)
+    return launch_tokens(layers, parameters, machine, lanes_apart=lanes_apart)
 
 
 def sizes_of_wave(lanes: Sequence[Lane], tokens: Tokens, cutting: Cutting) -> Counter[PassSize]:

@@ -23,11 +23,8 @@ from torch import Tensor
 
 from crosstune.data.batches import Batch, PassSize
 from crosstune.errors import first_line
-from crosstune.memory.speed import launch_tokens
 from crosstune.model.attach import Slots
-from crosstune.model.device import machine_of
-from crosstune.model.targets import linear_sizes
-from crosstune.train.cutting import Cutting
+from crosstune.train.cutting import Cutting, launch_of
 from crosstune.train.step import DeviceBatch, run_pass
 
 RECORDING = 1.5  # launched passes that recording one takes the time of
@@ -95,9 +92,7 @@ def recorded_sizes(slots: Slots, uses: Mapping[PassSize, int]) -> list[PassSize]
     """The sizes that are worth recording, of those that a wave's passes have."""
     if not uses:
         return []
-    parameters = sum(inputs * outputs for inputs, outputs in linear_sizes(slots.base).values())
-    launch = launch_tokens(len(slots.base.decoder_layers), parameters, machine_of(slots.base.device))
-    return choose_sizes(uses, lanes=slots.num_lanes, launch=launch)
+    return choose_sizes(uses, lanes=slots.num_lanes, launch=launch_of(slots))
 
 
 class _Graph:

@@ -43,7 +43,7 @@ class Room:
         """How passes run under the plan as it is now."""
         if self._passes is None:
             cutting = choose_cutting(self.slots, self.lanes, self.tokens, self.plan.micro_batch)
-            may_record = self.plan.recorded and self.slots.is_recordable
+            may_record = self.plan.recorded and self.slots.is_recordable(flat=cutting.most_tokens > 0)
             uses = sizes_of_wave(self.lanes, self.tokens, cutting) if may_record else {}
             self._passes = Passes(self.slots, cutting, recorded_sizes(self.slots, uses), self.progress.say)
         return self._passes

@@ -48,6 +48,7 @@ class DeviceBatch:
     ends_K: Tensor | None = None
     spot_KS: Tensor | None = None
     longest: int = 0
+    ends: Sequence[int] = ()  # `ends_K` on the host
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> DeviceBatch:
@@ -60,7 +61,8 @@ class DeviceBatch:
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
         tensors: dict[str, Any] = {name: move(getattr(batch, name)) for name in TENSORS}
-        return cls(**tensors, longest=batch.size.longest)
+        ends = [] if batch.ends_K is None else batch.ends_K.tolist()
+        return cls(**tensors, longest=batch.size.longest, ends=ends)
 
     def take(self, other: DeviceBatch) -> None:
         """Another pass of the same size, in the memory of this one."""
@@ -73,7 +75,7 @@ class DeviceBatch:
         """Last hidden states (N, T, H); the lanes, if there are any, are told whose tokens these are."""
         rows = lanes = None
         if self.cuts_R is not None and self.ends_K is not None:
-            rows, lanes = Rows(self.cuts_R, self.longest), Lanes.flat(self.ends_K, self.ids_NT.shape[1])
+            rows, lanes = Rows(self.cuts_R, self.longest), Lanes.flat(self.ends_K, self.ends, self.ids_NT.shape[1])
         if slots is not None:
             slots.begin_pass(self.key_KS, lanes)
         return base.hidden(self.ids_NT, self.position_NT, rows)
@@ -86,7 +88,7 @@ class DeviceBatch:
         return ended_S[self.spot_KS].sum(1)
 
 
-TENSORS = tuple(field.name for field in fields(DeviceBatch) if field.name != "longest")
+TENSORS = tuple(field.name for field in fields(DeviceBatch) if field.name not in ("longest", "ends"))
 
 
 def step_batches(

@@ -16,9 +16,19 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pyarrow.parquet  # noqa: F401
+import ruamel.yaml  # noqa: F401
 import torch
 
 import crosstune
+
+# Imported by the first call otherwise; the loops have imported their libraries before the clock runs.
+import crosstune.compare
+import crosstune.record
+import crosstune.review
+import crosstune.workers.examine
+import crosstune.workers.local
+import crosstune.workers.schedule
 from bench.folds.clock import StageClock
 from bench.folds.job import Job, prepare
 from bench.folds.machine import card, emit, now, peaks, start_peak, versions

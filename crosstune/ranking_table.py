@@ -19,7 +19,7 @@ def show_ranking(rows: Sequence[Mapping[str, Any]], metric: str, sentence: str, 
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # settings have brackets: [q_proj,v_proj]
     table = Table(box=box.SIMPLE)
     table.add_column("trial", overflow="fold")
     for name in (metric, "95%", "folds", "behind best", "p (Holm)", "P(best)", "P(last)", "verdict"):
@@ -33,5 +33,5 @@ def show_ranking(rows: Sequence[Mapping[str, Any]], metric: str, sentence: str, 
         )  # fmt: skip
     console.print(table)
     for warning in warnings:
-        console.print(f"note: {warning}", markup=False)
-    console.print(sentence, markup=False, soft_wrap=True)
+        console.print(f"note: {warning}")
+    console.print(sentence, soft_wrap=True)

@@ -14,21 +14,21 @@ def show_scores(report: Mapping[str, Any]) -> None:
     """Print one table a trial, then what failed, and where the run lies."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # settings have brackets: [q_proj,v_proj]
     for trial in report["trials"]:
         console.print(score_table(trial))
     if len(report["trials"]) > 1 or report["baselines"].get("few-shot"):
-        console.print(report["conclusion"], markup=False, soft_wrap=True)
+        console.print(report["conclusion"], soft_wrap=True)
     for name, scores in report["baselines"].items():
         words = ", ".join(f"{metric} {number(value)}" for metric, value in scores.items())
-        console.print(f"untuned, {name}: {words}", markup=False, soft_wrap=True)
+        console.print(f"untuned, {name}: {words}", soft_wrap=True)
     for lane in report["failed"]:
-        console.print("failed: " + ", ".join(f"{key} {value}" for key, value in lane.items()), markup=False)
+        console.print("failed: " + ", ".join(f"{key} {value}" for key, value in lane.items()))
     for event in report.get("out_of_memory", ()):
         how = ", ".join(f"{name} {value}" for name, value in event["went_on"].items()) or "the same plan"
-        console.print(f"out of memory in {event['doing']} after step {event['step']}: went on with {how}", markup=False)
+        console.print(f"out of memory in {event['doing']} after step {event['step']}: went on with {how}")
     peak = f" · peak {bytes_words(report['peak_bytes'])}" if report["peak_bytes"] else ""
-    console.print(f"{report['run']} · {seconds_words(report['seconds'])}{peak}", markup=False, soft_wrap=True)
+    console.print(f"{report['run']} · {seconds_words(report['seconds'])}{peak}", soft_wrap=True)
 
 
 def score_table(trial: Mapping[str, Any]) -> Any:

@@ -7,6 +7,7 @@ import pytest
 
 from crosstune.compare import Entry, rank_trials
 from crosstune.errors import DataError
+from crosstune.ranking_table import show_ranking
 
 
 def entry(name, scores, **more):
@@ -58,6 +59,14 @@ def test_failed_trials_and_other_rows_are_listed_and_not_compared():
 def test_one_trial_and_one_fold_claim_nothing():
     assert "never seen" in rank_trials([entry("a", [1, 2, 3])], test_share=1 / 3).sentence
     assert "luck" in rank_trials([entry("a", [1.0]), entry("b", [2.0])], test_share=1 / 3).sentence
+
+
+def test_brackets_in_a_trials_name_are_printed(capsys):
+    names = ["targets=[q_proj,v_proj]", "targets=[all]"]
+    ranking = rank_trials([entry(name, [1.0, 1.1, 1.2]) for name in names], test_share=0.2)
+    show_ranking(ranking.to_json(), ranking.metric, ranking.sentence, ranking.warnings)
+    words = "".join(capsys.readouterr().out.split())
+    assert all(name in words for name in names)
 
 
 def noise_trial(rows, targets, folds, seed):

@@ -245,6 +245,24 @@ def test_what_is_printed_names_the_verdict_and_the_ways(capsys):
     assert "Ways to fit:" in out
 
 
+def test_brackets_in_what_is_printed_are_no_markup(capsys):
+    from rich.console import Console
+
+    asked = recipe(model={"name": "tests/cases/llama3-8b", "quantization": "nf4"})
+    found = explain(asked, gpu="t4", lengths=[2048] * 20)
+    assert "lora.targets=[q_proj,v_proj]" in [way.change for way in found.alternatives[:3]]
+    found.show(Console(width=200))
+    assert "lora.targets=[q_proj,v_proj]" in capsys.readouterr().out
+
+
+def test_rows_whose_tokens_cannot_be_counted_are_counted_themselves(cases):
+    """The model's folder has no tokenizer: every row may be as long as the model allows."""
+    told = explain(recipe(data=str(cases / "chat8.jsonl"), folds={"k": 4}), gpu="h100")
+    as_long = explain(recipe(folds={"k": 4}), gpu="h100", lengths=[8192] * 8)
+    assert any(note.startswith("8 rows of 8192 tokens are assumed") for note in told.notes)
+    assert told.plan.seconds == as_long.plan.seconds
+
+
 def test_each_kind_of_work_has_its_peak():
     told = explain(
         recipe(model={"name": "tests/cases/llama3-8b", "quantization": "nf4"}), gpu="h100", lengths=[512] * 50

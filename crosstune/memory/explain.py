@@ -90,12 +90,13 @@ class Explained:
     def show(self, console: Console) -> None:
         """Print verdict, parts, the table of widths and the ways to fit."""
         from rich.table import Table
+        from rich.text import Text
 
         plan = self.plan
-        verdict = "[bold green]fits[/]" if self.fits else "[bold red]does not fit[/]"
-        console.print(f"{verdict} on {plan.job.machine.name}: {plan}")
+        verdict = ("fits", "bold green") if self.fits else ("does not fit", "bold red")
+        console.print(Text.assemble(verdict, f" on {plan.job.machine.name}: {plan}"))
         if plan.larger is not None:
-            console.print(f"The next larger plan needs {bytes_words(plan.larger.peak_bytes)}: {plan.larger.settings}")
+            console.print(f"The next larger plan: {plan.larger}", markup=False)
         parts = Table("part", "bytes", "share", box=None, pad_edge=False)
         for name, size in plan.parts.items():
             if size:
@@ -115,9 +116,9 @@ class Explained:
         if self.alternatives:
             console.print("To save memory:" if self.fits else "Ways to fit:")
         for way in self.alternatives[:3]:
-            console.print(f"  {way}", highlight=False)
+            console.print(f"  {way}", highlight=False, markup=False)
         for note in self.notes:
-            console.print(f"note: {note}", highlight=False)
+            console.print(f"note: {note}", highlight=False, markup=False)
 
     def picture(self) -> str:
         """The parts as a stacked bar with the device's limit as a line: SVG."""
@@ -240,7 +241,7 @@ def _places(
 
 def _lengths_of(recipe: Recipe, shape: ModelShape, notes: list[str]) -> tuple[NDArray[np.integer], int]:
     """(tokens of each row, number of folds) from the data; the model's own limit where they can't be had."""
-    limit = recipe.data.max_tokens or shape.max_tokens or 2048
+    limit, count, num_folds = recipe.data.max_tokens or shape.max_tokens or 2048, 1000, recipe.folds.k
     try:
         from crosstune.data.batches import pack_rows
         from crosstune.data.load import load_rows
@@ -249,19 +250,20 @@ def _lengths_of(recipe: Recipe, shape: ModelShape, notes: list[str]) -> tuple[ND
         from crosstune.splits import split_rows
 
         rows = load_rows(recipe.data.path, recipe.data)
+        if not len(rows):
+            raise DeviceError("the data has no rows", "Give rows to plan for.")
+        count, num_folds = len(rows), len(split_rows(rows, recipe.folds))
         ready = ready_tokenizer(recipe.model)
         tokens = tokenize(rows, ready.tokenizer, recipe.data, cache=None, limit=limit, stop_ids=ready.stop_ids)
         lengths: NDArray[np.integer] = tokens.lengths
-        if not len(lengths):
-            raise DeviceError("the data has no rows", "Give rows to plan for.")
         if recipe.data.packing:
             packs = pack_rows(tokens.lengths, range(len(lengths)), tokens.max_tokens)
             lengths = np.array([sum(int(tokens.lengths[row]) for row in pack) for pack in packs])
-        return lengths, len(split_rows(rows, recipe.folds))
+        return lengths, num_folds
     except (CrosstuneError, ImportError) as error:
         first = str(error).split("\n")[0]
-        notes.append(f"rows of {limit} tokens are assumed, as the data's own lengths are not known ({first})")
-        return np.full(1000, limit), recipe.folds.k
+        notes.append(f"{count} rows of {limit} tokens are assumed, as the data's own lengths are not known ({first})")
+        return np.full(count, limit), num_folds
 
 
 def _trials_of(recipe: Recipe) -> tuple[int, list[int]]:

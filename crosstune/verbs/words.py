@@ -54,4 +54,4 @@ def show(result: Any, as_json: bool) -> None:
     else:
         from rich.console import Console
 
-        result.show(Console())
+        result.show(Console(markup=False))

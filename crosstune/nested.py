@@ -1,8 +1,8 @@
 """Nested cross-validation: an estimate of the *chosen* setting that the choosing hasn't made optimistic.
 
-Each outer fold's rows are set aside. On the others the whole sweep is cross-validated and its winner picked; the winner
-is then trained on all of them and scored on the rows set aside, which no choice has seen (Stone, JRSS B 36, 1974;
-Cawley & Talbot, JMLR 11, 2010). Every part is an ordinary run in a folder of its own, so it goes on like one.
+Each outer fold's rows are set aside. On its training rows the whole sweep is cross-validated and its winner picked; the
+winner is then trained on all of these and scored on the rows set aside, which no choice has seen (Stone, JRSS B 36,
+1974; Cawley & Talbot, JMLR 11, 2010). Every part is an ordinary run in a folder of its own, so it goes on like one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import numpy as np
 
 from crosstune.asked import Asked, gather
 from crosstune.crossval import cross_validate
+from crosstune.data.rows import Rows
 from crosstune.errors import LaneFailed, RecipeError
 from crosstune.inputs import read_asked_rows
 from crosstune.metrics import find_metric
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Recipe
+from crosstune.sections import Folds
 from crosstune.splits import Fold, split_rows
 from crosstune.stats import Interval, fold_interval
 from crosstune.sweep import make_trial
@@ -136,13 +138,7 @@ def nested_cross_validate(
     outer = split_rows(rows, plain.model_copy(update={"k": asked.recipe.folds.outer}))
     found = []
     for fold in outer:
-        numbers = [row.number for row in rows.rows]
-        inside = rows.without(numbers[position] for position in fold.held_out)
-        place = {number: position for position, number in enumerate(numbers)}
-        inner = [
-            Fold(one.index, *(tuple(place[inside.rows[p].number] for p in side) for side in (one.train, one.held_out)))
-            for one in split_rows(inside, plain)
-        ]
+        inner = inner_folds(rows, fold, plain)
         progress.say(f"outer fold {fold.index + 1} of {len(outer)}: {len(fold.held_out)} rows set aside")
         found.append(_one_fold(asked, fold, inner, progress, retry_failed))
     metric = str(asked.recipe.sweep.get("metric", "loss"))
@@ -151,6 +147,20 @@ def nested_cross_validate(
     nested = Nested(Path(asked.recipe.output), metric, tuple(found), interval)
     write_text(nested.run / "nested.json", json.dumps(nested.to_json(), indent=1) + "\n")
     return nested
+
+
+def inner_folds(rows: Rows, outer: Fold, folds: Folds) -> list[Fold]:
+    """Folds of the outer fold's training rows alone, as positions into all rows.
+
+    What is in neither of its sides stays out, too: copies of rows set aside, or what comes after them in time.
+    """
+    kept = set(outer.train)
+    inside = rows.without(row.number for position, row in enumerate(rows.rows) if position not in kept)
+    place = {row.number: position for position, row in enumerate(rows.rows)}
+    return [
+        Fold(one.index, *(tuple(place[inside.rows[p].number] for p in side) for side in (one.train, one.held_out)))
+        for one in split_rows(inside, folds)
+    ]
 
 
 def _one_fold(asked: Asked, outer: Fold, inner: Sequence[Fold], progress: Progress, retry_failed: bool) -> OuterFold:

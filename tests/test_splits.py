@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from crosstune.data.load import load_rows
 from crosstune.data.rows import Rows, normal_key
 from crosstune.errors import DataError, Refused
+from crosstune.nested import inner_folds
 from crosstune.sections import Data, Folds
 from crosstune.splits import Fold, check_folds, find_leaks, fold_table, split_rows
 
@@ -298,3 +299,24 @@ def test_a_group_on_both_sides_of_a_given_split_is_an_error():
     asked = Folds(group="who")
     (finding,) = find_leaks(rows, [Fold(0, (0, 1), (2, 3))], asked)
     assert (finding.code, finding.severity, finding.rows) == ("group-across-folds", "error", (3,))
+
+
+def test_a_choice_within_an_outer_fold_sees_nothing_from_after_its_time():
+    rows = different(14, time=TIMES)
+    folds = Folds(kind="time-series", k=3, by="time")
+    for outer in split_rows(rows, folds):
+        begins = min(TIMES[p] for p in outer.held_out)
+        inner = inner_folds(rows, outer, folds.model_copy(update={"k": 2}))
+        assert {TIMES[p] for fold in inner for p in (*fold.train, *fold.held_out)} <= set(range(begins))
+        assert inner
+
+
+def test_a_choice_within_an_outer_fold_sees_no_copy_of_a_row_set_aside():
+    rows = rows_of(*(f"row {i % 10}" for i in range(20)))
+    folds = Folds(kind="kfold", k=3, duplicates="first")
+    for outer in split_rows(rows, folds):
+        aside = {normal_key(rows.rows[p]) for p in outer.held_out}
+        seen = {
+            normal_key(rows.rows[p]) for fold in inner_folds(rows, outer, folds) for p in (*fold.train, *fold.held_out)
+        }
+        assert seen and not seen & aside

@@ -63,9 +63,9 @@ class Search:
         """Which trial comes next, or which goes on, depends on scores so far: waves must follow one another."""
         return self._study is not None or not isinstance(self.rule, KeepAll) or self.budget.tokens is not None
 
-    def ask(self) -> Trial | None:
-        """The next trial; None if there is none, or the budget is spent."""
-        if self.budget.why_spent():
+    def ask(self, *, again: bool = False) -> Trial | None:
+        """The next trial; None if there is none, or the budget is spent. `again`: an earlier sitting began with it."""
+        if not again and self.budget.why_spent():
             return None
         return next(self._source, None)
 

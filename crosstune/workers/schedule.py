@@ -38,6 +38,7 @@ class Schedule:
         self._told: set[int] = set()
         self._ended: set[Lane] = set()
         self._evaluations: dict[Lane, list[int]] = {}  # lane → steps reported
+        search.budget.spent_seconds = sum(event.get("seconds", 0.0) for event in run.events("closed"))
         self._under_way = find_metric(metric).kind == "loss"  # other metrics are known when a lane is over
 
     def waves(self) -> Iterator[list[LaneJob]]:
@@ -111,12 +112,12 @@ class Schedule:
             yield from cut_waves([job for job in jobs if not self.given_up(job)], self.lanes)
 
     def _ask(self) -> Trial | None:
-        known = self.run.events("trials")
-        trial = self.search.ask()
+        known = max((len(event["trials"]) for event in self.run.events("trials")), default=0)
+        trial = self.search.ask(again=len(self.trials) < known)
         if trial is None:
             return None
         self.trials[trial.index], self.jobs[trial.index] = trial, self.make_jobs(trial)
-        if not known or len(known[-1]["trials"]) < len(self.trials):
+        if known < len(self.trials):
             listed = [{"trial": t.index, "settings": dict(t.settings)} for t in self.trials.values()]
             self.run.record("trials", trials=listed)
         return trial
@@ -162,10 +163,13 @@ class Schedule:
                     score = scores.get(job.trial, {}).get(self.metric, {}).get(job.fold, math.nan)
                     self._hear(key(job), 1, score, final=True)
         self._note_given_up()
-        self.search.budget.spent_tokens = sum(event["tokens"] for event in self.run.events("wave_finished"))
+        # Of the waves handed out so far alone: a continued run's journal knows of more, which hadn't happened yet.
+        given = {key(job) for wave in self._given for job in wave}
+        ended = (event for event in self.run.events("wave_finished") if given.issuperset(map(tuple, event["lanes"])))
+        self.search.budget.spent_tokens = sum(event["tokens"] for event in ended)
         for trial, jobs in self.jobs.items():
             gone = trial in self.search.given_up()
-            if trial not in self._told and (gone or all(key(job) in over for job in jobs)):
+            if trial not in self._told and (gone or all(key(job) in over and key(job) in given for job in jobs)):
                 self._told.add(trial)
                 known = scores.get(trial, {}).get(self.metric, {})
                 whole = not gone and len(known) == len(jobs)

@@ -20,6 +20,7 @@ from crosstune.asked import Asked, gather
 from crosstune.data.load import Rows
 from crosstune.data.tokens import Tokens
 from crosstune.errors import RecipeError
+from crosstune.fold_units import rows_together
 from crosstune.inputs import judge, read_asked_rows
 from crosstune.interrupt import Interrupts
 from crosstune.memory.plan import Plan
@@ -31,6 +32,7 @@ from crosstune.result import Result, make_report, write_out_of_fold, write_score
 from crosstune.review import review_rows
 from crosstune.scores import record_pooled
 from crosstune.search import open_search
+from crosstune.sections import Folds
 from crosstune.splits import Fold, fold_table, split_rows
 from crosstune.store.run import Run
 from crosstune.sweep import Trial, share_of_rows, trials_to_plan
@@ -141,7 +143,7 @@ def _train(run: Run, work: _Work) -> None:
     recipe, plan, progress = work.recipe, work.plan, work.progress
     held_out = sorted(fold_table(work.rows, work.folds))
     run.write_folds({"row": [row for row, _ in held_out], "fold": [fold for _, fold in held_out]})
-    _write_groups(run, work.rows, recipe.folds.group)
+    _write_groups(run, work.rows, recipe.folds)
     run.record("plan", **plan.settings, peak_bytes=plan.peak_bytes, waves=plan.waves, allowed=list(recipe.lint.allow))
     run.record("workers", device=str(work.workers.place()[0]), workers=work.workers.facts)
     base_scores = _score_base(run, work)
@@ -198,13 +200,11 @@ def _refuse_metric(reason: str) -> None:
     )
 
 
-def _write_groups(run: Run, rows: Rows, column: str | None) -> None:
-    """groups.parquet: which rows belong together, for intervals that draw whole groups."""
-    if column is None or run.read_table("groups.parquet") is not None:
-        return
-    place: dict[str, int] = {}
-    groups = [place.setdefault(str(value), len(place)) for value in rows.column(column, option="folds.group")]
-    run.write_table("groups.parquet", {"row": [row.number for row in rows.rows], "group": groups})
+def _write_groups(run: Run, rows: Rows, folds: Folds) -> None:
+    """groups.parquet: which rows stay together, for intervals that draw them together. Not written if none do."""
+    sets = rows_together(rows, folds)
+    if len(set(sets)) < len(sets) and run.read_table("groups.parquet") is None:
+        run.write_table("groups.parquet", {"row": [row.number for row in rows.rows], "group": sets})
 
 
 def _exam(recipe: Recipe, rows: Rows, tokens: Tokens, tokenizer: Any) -> Exam | None:

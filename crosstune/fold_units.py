@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.data.rows import Rows, normal_key
 from crosstune.errors import DataError
+from crosstune.sections import Folds
 
 NUMBERS_SAID = 20  # row numbers that a finding names
 
@@ -26,6 +28,22 @@ class Fold:
     index: int
     train: tuple[int, ...]
     held_out: tuple[int, ...]
+
+
+def rows_together(rows: Rows, folds: Folds) -> list[int]:
+    """The set of each row: rows of a set, by group or by equal content, stay on one side of every fold."""
+    groups = None if folds.group is None else rows.column(folds.group, option="folds.group")
+    return sets_of(equal_keys(rows, folds), groups)
+
+
+def equal_keys(rows: Rows, folds: Folds) -> Sequence[Hashable]:
+    """A key a row, the same for rows that count as equal."""
+    return range(len(rows)) if folds.duplicates == "ignore" else [normal_key(row) for row in rows.rows]
+
+
+def sets_of(keys: Sequence[Hashable], groups: Sequence[Any] | None) -> list[int]:
+    """The set of each row, by equal keys and, if given, equal groups; a row without a group is one of its own."""
+    return stay_together([keys] if groups is None else [keys, group_keys(groups)])
 
 
 def stay_together(keys: Sequence[Sequence[Hashable]]) -> list[int]:

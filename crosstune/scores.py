@@ -162,10 +162,13 @@ def baselines(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def group_of(run: Run, rows: NDArray[Any]) -> NDArray[Any] | None:
-    """The group of each of `rows` (numbers), where folds were made by group."""
+    """The group of each of `rows` (numbers): rows that belong together, or one row that several folds held out.
+
+    None where each stands for itself.
+    """
     table = run.read_table("groups.parquet")
     if table is None:
-        return None
+        return rows if len(np.unique(rows)) < len(rows) else None
     place = np.searchsorted(table["row"], rows)
     return table["group"][place]
 

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.data.rows import Rows, normal_key
+from crosstune.data.rows import Rows
 from crosstune.errors import DataError, Finding, Place, Refused
 from crosstune.fold_units import (
     NUMBERS_SAID,
     Fold,
     class_codes,
+    equal_keys,
     fold_labels,
-    group_keys,
     hashable,
     is_null,
     listed,
     points_in_time,
-    stay_together,
+    sets_of,
 )
 from crosstune.leaks import find_leaks
 from crosstune.sections import GROUP_KINDS, STRATIFIED_KINDS, Folds
@@ -82,9 +82,8 @@ class _Plan:
         self.seed = folds.seed % 2**32  # what numpy's RandomState takes
         self.values = rows.column(folds.by, option="folds.by") if folds.by is not None else None
         self.groups = rows.column(folds.group, option="folds.group") if folds.group is not None else None
-        keys = [normal_key(row) for row in rows.rows] if folds.duplicates != "ignore" else list(range(len(rows)))
-        self.sets = stay_together([keys]) if self.groups is None else stay_together([keys, group_keys(self.groups)])
-        same = stay_together([keys])
+        keys = equal_keys(rows, folds)
+        self.sets, same = sets_of(keys, self.groups), sets_of(keys, None)
         first = list(dict(zip(reversed(same), reversed(range(len(rows))), strict=True)).values())[::-1]
         self.used = (
             sorted(first) if folds.duplicates == "first" or self.kind == "time-series" else list(range(len(rows)))

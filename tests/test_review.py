@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from crosstune.cli import main
+from crosstune.crossval import _write_groups
 from crosstune.data.load import load_rows
 from crosstune.errors import RunError
 from crosstune.recipe import Recipe
 from crosstune.report import report_page
 from crosstune.result import Result
 from crosstune.review import compare_runs, epoch_choice, learning_curve, review_rows, say_learning_curve
-from crosstune.scores import record_pooled
-from crosstune.sections import Data
+from crosstune.scores import group_of, pool_losses, record_pooled
+from crosstune.sections import Data, Folds
 from crosstune.store.run import Run
 from crosstune.suspects import read_row_numbers
 
@@ -146,3 +147,25 @@ def test_the_page_shows_conclusion_metrics_and_suspects(tmp_path):
     assert "better than rank=16" in page and "<td>worse</td>" in page
     part = page[page.index("Rows that look wrong") :]
     assert part.index("<td>4</td>") < part.index("answers otherwise")
+
+
+def test_a_row_that_two_folds_held_out_counts_once_in_the_pooled_interval(tmp_path):
+    """Repeated folds score each row twice: no more rows than before, so the interval may not shrink by the root of 2."""
+    rng = np.random.default_rng(0)
+    run = Run.read(make_run(tmp_path / "run", made_rows(tmp_path), np.array([[1.0] * FOLDS])))
+    once = {
+        "row": np.arange(1, 61),
+        "nll": rng.exponential(10, 60),
+        "tokens": np.full(60, 10),
+        "hits": rng.integers(0, 10, 60),
+    }
+    twice = {name: np.concatenate([column, column]) for name, column in once.items()}
+    assert pool_losses(twice, group_of(run, twice["row"])) == pool_losses(once, group_of(run, once["row"]))
+
+
+def test_rows_that_stay_together_are_drawn_together(tmp_path):
+    rows = load_rows([{"text": text} for text in ("a", "b", "A", "c")], Data(path="x"))
+    recipe = Recipe.build({"model": "m", "data": "x", "output": str(tmp_path / "run")})
+    with Run.open(tmp_path / "run", recipe=recipe, data_hashes=rows.hashes, rows=[1, 2, 3, 4]) as run:
+        _write_groups(run, rows, Folds())
+        assert group_of(run, np.array([1, 2, 3, 4])).tolist() == [0, 1, 0, 2]

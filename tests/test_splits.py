@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from crosstune.data.load import load_rows
 from crosstune.data.rows import Rows, normal_key
 from crosstune.errors import DataError, Refused
+from crosstune.fold_units import rows_together
 from crosstune.nested import inner_folds
 from crosstune.sections import Data, Folds
 from crosstune.splits import Fold, check_folds, find_leaks, fold_table, split_rows
@@ -320,3 +321,10 @@ def test_a_choice_within_an_outer_fold_sees_no_copy_of_a_row_set_aside():
             normal_key(rows.rows[p]) for fold in inner_folds(rows, outer, folds) for p in (*fold.train, *fold.held_out)
         }
         assert seen and not seen & aside
+
+
+def test_rows_that_stay_together_are_those_of_a_group_and_equal_ones_and_no_group_is_none():
+    rows = rows_of("a", "b", "c", "d", "A ", "e", "f", group=["x", "x", None, None, "y", "y", ""])
+    assert rows_together(rows, Folds(group="group")) == [0, 0, 1, 2, 0, 0, 3], "a = A joins the groups x and y"
+    assert rows_together(rows, Folds(group="group", duplicates="ignore")) == [0, 0, 1, 2, 3, 3, 4]
+    assert rows_together(rows, Folds()) == [0, 1, 2, 3, 0, 4, 5]

@@ -237,6 +237,8 @@ def _warnings(places: Sequence[Place], whole: int) -> tuple[str, ...]:
         found.append(f"{', '.join(others)}: scored on other held-out rows, so not compared")
     if short := [place.name for place in places if place.versus and place.interval.n < whole]:
         found.append(f"{', '.join(short)}: fewer folds than the best; compared on the folds they have")
+    if flat := [p.name for p in places if p.versus and p.versus.difference.n > 1 and math.isnan(p.versus.p)]:
+        found.append(f"{', '.join(flat)}: as far from the best on every fold, so that no test can judge by the spread")
     if failed := [place.name for place in places if place.verdict == "failed"]:
         found.append(f"{', '.join(failed)}: no score")
     if whole == 2:

@@ -23,6 +23,7 @@ from crosstune.inputs import read_asked_rows
 from crosstune.metrics import find_metric
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe import Recipe
+from crosstune.scores import limits
 from crosstune.sections import Folds
 from crosstune.splits import Fold, split_rows
 from crosstune.stats import Interval, fold_interval
@@ -81,7 +82,7 @@ class Nested:
         """Plain values only."""
         return {
             "run": str(self.run), "metric": self.metric, "mean": self.interval.mean, "std": self.interval.std,
-            "interval95": [self.interval.low, self.interval.high], "optimism": self.optimism, "sentence": self.sentence,
+            "interval95": limits(self.interval), "optimism": self.optimism, "sentence": self.sentence,
             "failed": self.failed,
             "folds": [
                 {

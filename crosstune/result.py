@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,14 +58,14 @@ class Result:
 
     @property
     def mean(self) -> float:
-        """Mean held-out loss over the folds of the best trial."""
-        return float(self.best["mean"])
+        """Mean held-out loss over the folds of the best trial; nan if none finished."""
+        return _number(self.best["mean"])
 
     @property
     def interval95(self) -> tuple[float, float]:
-        """95% interval of `mean` (Nadeau–Bengio corrected)."""
-        low, high = self.best["interval95"]
-        return low, high
+        """95% interval of `mean` (Nadeau–Bengio corrected); nan where one fold finished."""
+        low, high = self.best["interval95"] or (None, None)
+        return _number(low), _number(high)
 
     @cached_property
     def scores(self) -> pandas.DataFrame:
@@ -215,6 +216,10 @@ def write_out_of_fold(run: Run) -> None:
             parts.setdefault(name, []).append(values)
     if parts:
         run.write_out_of_fold({name: np.concatenate(values) for name, values in parts.items()})
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _pandas() -> Any:

@@ -90,7 +90,7 @@ def pool_losses(rows: Columns, groups: NDArray[Any] | None) -> dict[str, dict[st
     """Loss, perplexity and token accuracy over all rows, each token weighing the same."""
     loss = ratio_interval(rows["nll"], rows["tokens"], groups=groups, resamples=1000)
     hits = ratio_interval(rows["hits"], rows["tokens"], groups=groups, resamples=1000)
-    mean, low, high = (math.exp(min(700.0, value)) for value in (loss.mean, loss.low, loss.high))
+    mean, low, high = (math.exp(min(value, 700.0)) for value in (loss.mean, loss.low, loss.high))
     grown = Interval(mean, math.nan, low, high, loss.n)
     return {"loss": _pooled(loss), "perplexity": _pooled(grown), "token_accuracy": _pooled(hits)}
 

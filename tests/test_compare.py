@@ -92,3 +92,24 @@ def test_false_alarms_on_noise_are_at_most_5_percent_of_200_sweeps(trials):
         ranking = rank_trials(entries, test_share=0.2, equivalent=0.0)
         alarms += any(place.verdict == "worse" for place in ranking.places)
     assert alarms <= 10
+
+
+@pytest.mark.parametrize("folds, rows, trials", [(2, 10, 2), (2, 10, 8), (3, 10, 8), (5, 4, 2)])
+def test_false_alarms_of_a_metric_that_counts_few_rows_are_at_most_5_percent(folds, rows, trials):
+    """Shares of 10 right rows are often equally far apart on both folds: no spread, which is no certainty."""
+    alarms = 0
+    for sweep in range(200):
+        rng = np.random.default_rng(sweep)
+        chance = rng.uniform(0.3, 1, size=(folds, rows))
+        entries = [entry(f"{t}", (rng.uniform(size=(folds, rows)) < chance).mean(axis=1)) for t in range(trials)]
+        ranking = rank_trials(entries, metric="exact_match", test_share=1 / folds, higher_is_better=True)
+        alarms += any(place.verdict in ("worse", "equivalent") for place in ranking.places)
+    assert alarms <= 10
+
+
+def test_a_difference_without_spread_is_said_and_nothing_is_claimed():
+    ranking = rank_trials(
+        [entry("a", [0.9, 0.8, 0.7]), entry("b", [0.8, 0.7, 0.6])], test_share=1 / 3, higher_is_better=True
+    )
+    assert ranking.places[1].verdict == "unclear" and "no test can judge" in ranking.warnings[0]
+    assert ranking.sentence.startswith("No setting is shown to be better: a has the highest loss 0.8")

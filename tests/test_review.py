@@ -169,3 +169,16 @@ def test_rows_that_stay_together_are_drawn_together(tmp_path):
     with Run.open(tmp_path / "run", recipe=recipe, data_hashes=rows.hashes, rows=[1, 2, 3, 4]) as run:
         _write_groups(run, rows, Folds())
         assert group_of(run, np.array([1, 2, 3, 4])).tolist() == [0, 1, 0, 2]
+
+
+def test_a_result_of_one_finished_fold_has_a_mean_and_no_interval(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.test_review.FOLDS", 1)
+    result = Result.read(make_run(tmp_path / "run", made_rows(tmp_path), np.array([[1.5]]), settings=[{}]))
+    assert result.mean == 1.5 and all(math.isnan(end) for end in result.interval95)
+
+
+def test_rows_of_one_group_have_pooled_scores_without_an_interval():
+    rows = {"nll": np.arange(1.0, 9.0), "tokens": np.full(8, 10), "hits": np.arange(8)}
+    pooled = pool_losses(rows, np.zeros(8))
+    assert pooled["perplexity"] == {"pooled": pytest.approx(math.exp(36 / 80)), "pooled_interval95": None}
+    assert pooled["loss"]["pooled_interval95"] is None

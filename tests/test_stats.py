@@ -87,11 +87,23 @@ def test_lower_is_better_swaps_the_sides():
     assert (up.better, up.worse) == (down.worse, down.better) and up.better > 0.9
 
 
-def test_equal_scores_are_a_tie_not_a_division_by_zero():
-    found = compare_folds([1, 2, 3], [1, 2, 3], test_share=1 / 3, rope=0.1)
-    assert (found.t, found.p, found.equivalent) == (0, 1, 1)
-    shifted = compare_folds([1, 2, 3], [2, 3, 4], test_share=1 / 3, rope=0.1)
-    assert shifted.better == 1 and shifted.p == 0
+@pytest.mark.parametrize("shift", [0.0, 0.1, -0.3])
+def test_the_same_difference_on_every_fold_is_no_certainty(shift):
+    """No spread, no test: of 0/1 scores on few rows it is by chance. 0.9 − 0.8 and 0.8 − 0.7 differ in the last bit."""
+    first = np.array([0.9, 0.8, 0.7])
+    found = compare_folds(first, first - shift, test_share=1 / 3, rope=0.01)
+    assert found.difference.mean == pytest.approx(shift)
+    assert all(math.isnan(value) for value in (found.t, found.p, found.better, found.equivalent, found.worse))
+    chances = rank_probabilities(np.stack([first, first - shift, [0.1, 0.5, 0.2]], axis=1), test_share=1 / 3)[0]
+    assert all(math.isnan(chance) for chance in chances) == (shift != 0)
+    assert shift or chances[0] == chances[1]
+
+
+def test_equal_scores_have_no_interval_over_folds_nor_over_rows():
+    folds = fold_interval([1.0, 1.0, 1.0], test_share=1 / 3)
+    assert folds.mean == 1 and math.isnan(folds.low) and str(folds) == "1 (no interval from 3 equal scores)"
+    for rows in (ratio_interval(np.ones(12)), statistic_interval(lambda rows: 1.0, 12, resamples=50)):
+        assert rows.mean == 1 and math.isnan(rows.low) and math.isnan(rows.high)
 
 
 def test_holm_by_hand_and_against_a_slow_loop():

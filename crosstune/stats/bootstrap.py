@@ -99,8 +99,8 @@ def _chunks(resamples: int, n: int) -> list[int]:
 def _bca(value: float, drawn: Floats, left_out: Floats, confidence: float) -> tuple[float, float]:
     """Bias-corrected and accelerated limits. `left_out`: the statistic without each unit in turn."""
     n = len(left_out)
-    if np.ptp(drawn) == 0:
-        return float(drawn[0]), float(drawn[0])
+    if np.ptp(drawn) == 0:  # rows that are all right, say: drawing them again shows nothing of those that aren't there
+        return math.nan, math.nan
     below = (np.mean(drawn < value) + np.mean(drawn <= value)) / 2
     bias = distributions.norm.ppf(min(max(below, 0.5 / len(drawn)), 1 - 0.5 / len(drawn)))
     pull = left_out.mean() - left_out

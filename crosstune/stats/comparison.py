@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import stats as distributions
 
-from crosstune.stats.intervals import Interval, fold_interval, overlap_factor
+from crosstune.stats.intervals import Interval, fold_interval, is_flat, overlap_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class Comparison:
     """The first trial against the second. `difference` is first − second, in units of the metric.
 
     `p`: two-sided corrected resampled t-test. `better`, `equivalent`, `worse`: posterior probabilities of the Bayesian
-    correlated t-test that the first is better by more than `rope`, within it, or worse by more.
+    correlated t-test that the first is better by more than `rope`, within it, or worse by more. All nan where the
+    difference is the same on every fold: that of a metric which counts rows easily is by chance, and no test can tell.
     """
 
     difference: Interval
@@ -52,21 +53,19 @@ def compare_folds(
     one, two = np.asarray(first, dtype=np.float64).ravel(), np.asarray(second, dtype=np.float64).ravel()
     assert len(one) == len(two), f"the trials must share their folds: {len(one)} and {len(two)} scores"
     difference = fold_interval(one - two, test_share=test_share, confidence=confidence)
-    if difference.n < 2:
+    size = float(np.abs([one, two]).max()) if len(one) else 0.0
+    if difference.n < 2 or is_flat(one - two, size=size):
         return Comparison(difference, math.nan, math.nan, rope, math.nan, math.nan, math.nan)
     scale = difference.std * math.sqrt(overlap_factor(difference.n, test_share))
     above, below = _tails(difference.mean, scale, difference.n - 1, rope)
     better, worse = (above, below) if higher_is_better else (below, above)
-    t = difference.mean / scale if scale else math.copysign(math.inf, difference.mean) if difference.mean else 0.0
+    t = difference.mean / scale
     p = 2 * float(distributions.t.sf(abs(t), difference.n - 1))
     return Comparison(difference, t, p, rope, better, max(0.0, 1 - better - worse), worse)
 
 
 def _tails(mean: float, scale: float, freedom: int, rope: float) -> tuple[float, float]:
-    """P(difference > rope), P(difference < −rope). Equal differences on every fold leave no doubt (scale 0)."""
-    if scale == 0:
-        tie = 0.5 if mean == 0 and rope == 0 else 0.0
-        return float(mean > rope) + tie, float(mean < -rope) + tie
+    """P(difference > rope), P(difference < −rope)."""
     above = float(distributions.t.sf((rope - mean) / scale, freedom))
     below = float(distributions.t.cdf((-rope - mean) / scale, freedom))
     return above, below
@@ -90,11 +89,18 @@ def rank_probabilities(
     """For `scores` of shape (folds, trials): each trial's probability of being the best, and of being the last.
 
     Draws from the posterior of all means at once. Any two trials' difference has exactly the distribution that
-    `compare_folds` gives it: a multivariate Student with the folds' covariance × (1/n + n_test/n_train). Ties share.
+    `compare_folds` gives it: a multivariate Student with the folds' covariance × (1/n + n_test/n_train). Ties share;
+    all nan where two trials differ by the same on every fold, which no test can judge.
     """
     y = np.atleast_2d(np.asarray(scores, dtype=np.float64))
     folds, trials = y.shape
     if folds < 2:
+        return [math.nan] * trials, [math.nan] * trials
+    # Trials that are equal on every fold differ by rounding only, which must not decide.
+    near = 1e-9 * max(1.0, float(np.abs(y).max()))
+    differences_FTT = y[:, :, None] - y[:, None, :]
+    same = np.ptp(differences_FTT, axis=0) <= near
+    if (same & (np.abs(differences_FTT.mean(axis=0)) > near)).any():
         return [math.nan] * trials, [math.nan] * trials
     centred = (y - y.mean(axis=0)) / math.sqrt(folds - 1)
     rng = np.random.default_rng(seed)
@@ -102,8 +108,6 @@ def rank_probabilities(
     means = y.mean(axis=0) + width * (rng.standard_normal((draws, folds)) @ centred)
     if not higher_is_better:
         means = -means
-    # Trials that are equal on every fold differ by rounding only, which must not decide.
-    near = 1e-9 * max(1.0, float(np.abs(y).max()))
     shares = []
     for side in (means, -means):
         top = side >= side.max(axis=1, keepdims=True) - near

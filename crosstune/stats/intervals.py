@@ -18,7 +18,7 @@ from scipy import stats as distributions
 class Interval:
     """A mean with its interval. `std` is the spread of the `n` scores, not of their mean.
 
-    One score has no spread: `std`, `low` and `high` are then nan.
+    Without a spread there is no interval: of one score `std`, `low` and `high` are nan, of equal ones `low` and `high`.
     """
 
     mean: float
@@ -29,7 +29,8 @@ class Interval:
 
     def __str__(self) -> str:
         if math.isnan(self.low):
-            return f"{self.mean:.4g} (no interval from {self.n} score{'s' if self.n != 1 else ''})"
+            scores = "1 score" if self.n == 1 else f"{self.n} equal scores" if self.n else "0 scores"
+            return f"{self.mean:.4g} (no interval from {scores})"
         return f"{self.mean:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
@@ -39,6 +40,7 @@ def fold_interval(scores: ArrayLike, *, test_share: float, confidence: float = 0
     Training sets of different folds share rows, so fold scores are not independent and the usual standard error s/√n
     is too small. The correction replaces 1/n by 1/n + n_test/n_train (Nadeau & Bengio, Machine Learning 52, 2003,
     eq. 9): `test_share` is n_test / (n_test + n_train), which is 1/K for K folds.
+    Equal scores (five folds with nothing wrong) tell nothing of how far others may lie: no interval.
     """
     values = _finite(scores)
     n = len(values)
@@ -46,8 +48,15 @@ def fold_interval(scores: ArrayLike, *, test_share: float, confidence: float = 0
     if n < 2:
         return Interval(mean, math.nan, math.nan, math.nan, n)
     std = float(values.std(ddof=1))
+    if is_flat(values, size=float(np.abs(values).max())):
+        return Interval(mean, std, math.nan, math.nan, n)
     half = float(distributions.t.ppf(0.5 + confidence / 2, n - 1)) * std * math.sqrt(overlap_factor(n, test_share))
     return Interval(mean, std, mean - half, mean + half, n)
+
+
+def is_flat(values: NDArray[np.float64], *, size: float) -> bool:
+    """The values are equal but for rounding. `size`: of the numbers that they come from."""
+    return float(np.ptp(values)) <= 1e-9 * size
 
 
 def overlap_factor(n: int, test_share: float) -> float:

@@ -16,16 +16,20 @@ import numpy as np
 from crosstune.errors import DataError
 from crosstune.stats import Comparison, Interval, adjust_holm, compare_folds, fold_interval, rank_probabilities
 
-Verdict = Literal["best", "worse", "equivalent", "unclear", "other rows", "failed"]
+Verdict = Literal["best", "worse", "equivalent", "unclear", "other rows", "other tokens", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One trial's scores by fold. `folds_key` tells which rows were held out: equal keys, equal folds."""
+    """One trial's scores by fold. `folds_key` tells which rows were held out: equal keys, equal folds.
+
+    `tokens_key` tells of a score by token how many tokens each row counts: another tokenizer or template, another unit.
+    """
 
     name: str
     scores: Mapping[int, float]
     folds_key: str = ""
+    tokens_key: str = ""
     note: str = ""
     trial: int = -1
 
@@ -35,7 +39,8 @@ class Place:
     """One trial's place in the ranking, and how it compares with the best.
 
     `versus` is best against this one on the folds both finished; `p_adjusted` allows for all pairs of trials
-    (Holm). `first` and `last`: probabilities that its true mean is the best and the last of all.
+    (Holm). `first` and `last`: probabilities that its true mean is the best and the last of the trials that finished
+    all folds of the best.
     """
 
     name: str
@@ -104,8 +109,9 @@ def rank_trials(
     scored = [entry for entry in finite if entry.scores]
     if not scored:
         raise DataError(f"no trial has a {metric} score", "See the failed lanes in the run's journal, then resume it.")
-    key = max((e.folds_key for e in scored), key=[e.folds_key for e in scored].count)
-    alike = [entry for entry in scored if entry.folds_key == key]
+    keys = [(entry.folds_key, entry.tokens_key) for entry in scored]
+    key = max(keys, key=keys.count)
+    alike = [entry for entry, its in zip(scored, keys, strict=True) if its == key]
     sign = -1.0 if higher_is_better else 1.0
     whole = max(len(entry.scores) for entry in alike)
     best = min(
@@ -117,7 +123,7 @@ def rank_trials(
         for a, b in itertools.combinations(range(len(alike)), 2)
     }
     adjusted = dict(zip(pairs, adjust_holm([c.p if c else math.nan for c in pairs.values()]), strict=True))
-    firsts, lasts = _chances(alike, test_share, higher_is_better)
+    firsts, lasts = _chances(alike, best, test_share, higher_is_better)
     places = []
     top = alike.index(best)
     for index, entry in enumerate(alike):
@@ -136,10 +142,11 @@ def rank_trials(
         verdict = _judge(versus, adjusted[pair], confidence)
         places.append(Place(entry.name, interval, verdict, versus, adjusted[pair], **chance))
     places.sort(key=lambda place: (place.verdict != "best", _order(place, best, alike, sign)))
-    for entry in scored:
-        if entry.folds_key != key:
+    for entry, its in zip(scored, keys, strict=True):
+        if its != key:
             interval = fold_interval(list(entry.scores.values()), test_share=test_share, confidence=confidence)
-            places.append(Place(entry.name, interval, "other rows", note=entry.note, trial=entry.trial))
+            verdict = "other rows" if its[0] != key[0] else "other tokens"
+            places.append(Place(entry.name, interval, verdict, note=entry.note, trial=entry.trial))
     failed = [entry for entry in finite if not entry.scores]
     places += [
         Place(e.name, fold_interval([], test_share=test_share), "failed", note=e.note, trial=e.trial) for e in failed
@@ -209,13 +216,20 @@ def _compare(
     )  # fmt: skip
 
 
-def _chances(entries: Sequence[Entry], test_share: float, higher_is_better: bool) -> tuple[list[float], list[float]]:
-    """Probabilities of being first and last, on the folds that all finished."""
-    shared = sorted(set.intersection(*(set(entry.scores) for entry in entries)))
-    if len(shared) < 2 or len(entries) < 2:
-        return [math.nan] * len(entries), [math.nan] * len(entries)
-    table = np.array([[entry.scores[fold] for entry in entries] for fold in shared])
-    return rank_probabilities(table, test_share=test_share, higher_is_better=higher_is_better)
+def _chances(
+    entries: Sequence[Entry], best: Entry, test_share: float, higher_is_better: bool
+) -> tuple[list[float], list[float]]:
+    """Probabilities of being first and last, among the trials that finished all folds of the best; nan for others."""
+    folds = sorted(best.scores)
+    whole = [index for index, entry in enumerate(entries) if best.scores.keys() <= entry.scores.keys()]
+    firsts, lasts = [math.nan] * len(entries), [math.nan] * len(entries)
+    if len(folds) < 2 or len(whole) < 2:
+        return firsts, lasts
+    table = np.array([[entries[index].scores[fold] for index in whole] for fold in folds])
+    found = rank_probabilities(table, test_share=test_share, higher_is_better=higher_is_better)
+    for index, first, last in zip(whole, *found, strict=True):
+        firsts[index], lasts[index] = first, last
+    return firsts, lasts
 
 
 def _order(place: Place, best: Entry, alike: Sequence[Entry], sign: float) -> float:
@@ -235,6 +249,11 @@ def _warnings(places: Sequence[Place], whole: int) -> tuple[str, ...]:
     found = []
     if others := [place.name for place in places if place.verdict == "other rows"]:
         found.append(f"{', '.join(others)}: scored on other held-out rows, so not compared")
+    if others := [place.name for place in places if place.verdict == "other tokens"]:
+        found.append(
+            f"{', '.join(others)}: the same rows are other tokens (another tokenizer, template or data section), so "
+            "scores by token aren't compared; rank by a metric of text or choices"
+        )
     if short := [place.name for place in places if place.versus and place.interval.n < whole]:
         found.append(f"{', '.join(short)}: fewer folds than the best; compared on the folds they have")
     if flat := [p.name for p in places if p.versus and p.versus.difference.n > 1 and math.isnan(p.versus.p)]:

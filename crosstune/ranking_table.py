@@ -9,7 +9,7 @@ from crosstune.score_table import number
 
 WORDS = {
     "best": "best", "worse": "worse", "equivalent": "as good", "unclear": "can't be told", "other rows": "other rows",
-    "failed": "no score",
+    "other tokens": "other tokens", "failed": "no score",
 }  # fmt: skip
 
 

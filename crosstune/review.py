@@ -22,6 +22,7 @@ from crosstune.metrics import find_metric
 from crosstune.scores import (
     ANSWERS,
     entries_of,
+    equivalent_of,
     fold_scores,
     held_out_share_of,
     join,
@@ -162,7 +163,10 @@ def epoch_choice(run: Run, trial: int | None = None, metric: str = "loss") -> Ep
 
 
 def compare_runs(folders: Sequence[str | os.PathLike[str]], metric: str = "loss") -> Ranking:
-    """All trials of several runs in one ranking; those with the same held-out rows are compared fold by fold."""
+    """All trials of several runs in one ranking; those with the same held-out rows are compared fold by fold.
+
+    The region of equivalence is the first run's.
+    """
     runs = [Run.read(folder) for folder in folders]
     names = _short_names([run.folder for run in runs])
     entries: list[Entry] = []
@@ -172,6 +176,7 @@ def compare_runs(folders: Sequence[str | os.PathLike[str]], metric: str = "loss"
         entries,
         metric=metric,
         test_share=float(np.mean([held_out_share_of(run) for run in runs])),
+        equivalent=equivalent_of(runs[0]),
         higher_is_better=find_metric(metric).higher_is_better,
     )
 

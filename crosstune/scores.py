@@ -181,15 +181,20 @@ def rank_run(run: Run, metric: str | None = None) -> Ranking:
         entries_of(run, name),
         metric=name,
         test_share=held_out_share_of(run),
-        equivalent=float(recipe["sweep"].get("equivalent", 0.01)),
+        equivalent=equivalent_of(run),
         higher_is_better=find_metric(name).higher_is_better,
     )
+
+
+def equivalent_of(run: Run) -> float:
+    """The region of equivalence that the run's sweep asks for, as a share of the best mean."""
+    return float(run.stored_recipe()["sweep"].get("equivalent", 0.01))
 
 
 def entries_of(run: Run, metric: str, *, prefix: str = "") -> list[Entry]:
     """The run's trials as entries of a comparison; trials of which no fold finished among them."""
     scores = fold_scores(run)
-    key = _folds_key(run)
+    keys = _folds_key(run), _tokens_key(run) if metric in LOSSES else ""
     notes = {event["trial"]: f"given up: {event['reason']}" for event in run.events("trial_given_up")}
     entries = []
     listed = settings_of(run)
@@ -197,7 +202,7 @@ def entries_of(run: Run, metric: str, *, prefix: str = "") -> list[Entry]:
         words = " ".join(f"{name.split('.')[-1]}={_short(value)}" for name, value in settings.items())
         name = (prefix + (words or ("" if prefix and len(listed) == 1 else f"trial {trial}"))).strip()
         by_fold = scores.get(trial, {}).get(metric, {})
-        entries.append(Entry(name, by_fold, key, notes.get(trial, ""), trial))
+        entries.append(Entry(name, by_fold, *keys, notes.get(trial, ""), trial))
     return entries
 
 
@@ -218,6 +223,14 @@ def _folds_key(run: Run) -> str:
         for row, fold in zip(folds["row"].tolist(), folds["fold"].tolist(), strict=True):
             digest.update(b"%d " % fold + content.get(row, b""))
     return digest.hexdigest()
+
+
+def _tokens_key(run: Run) -> str:
+    """Equal for runs whose held-out rows have as many target tokens: their losses by token are of the same unit."""
+    import hashlib
+
+    table = run.read_table("base.parquet")
+    return "" if table is None else hashlib.sha256(repr(table["tokens"].tolist()).encode()).hexdigest()
 
 
 def join(parts: Sequence[Columns]) -> dict[str, NDArray[Any]]:

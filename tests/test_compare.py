@@ -113,3 +113,22 @@ def test_a_difference_without_spread_is_said_and_nothing_is_claimed():
     )
     assert ranking.places[1].verdict == "unclear" and "no test can judge" in ranking.warnings[0]
     assert ranking.sentence.startswith("No setting is shown to be better: a has the highest loss 0.8")
+
+
+def test_losses_over_other_tokens_are_listed_and_not_compared():
+    """A tokenizer that cuts rows finer has a lower loss a token for the same text: no ranking across the two."""
+    ranking = rank_trials(
+        [entry("a", [1.0, 1.2, 1.1], folds_key="x", tokens_key="llama"), entry("b", [0.5, 0.6, 0.55], folds_key="x", tokens_key="bytes"),
+         entry("c", [0.1, 0.1, 0.1], folds_key="y", tokens_key="llama")], test_share=1 / 3,
+    )  # fmt: skip
+    assert [(p.name, p.verdict) for p in ranking.places] == [("a", "best"), ("b", "other tokens"), ("c", "other rows")]
+    assert "b" not in ranking.sentence and any("tokenizer" in warning for warning in ranking.warnings)
+
+
+def test_chances_of_being_first_are_those_of_the_trials_that_went_all_the_way():
+    """A trial given up after one fold takes no trial's chances away."""
+    whole = [entry("a", [1.0, 1.2, 0.9, 1.1]), entry("b", [1.1, 1.15, 0.95, 1.3])]
+    alone = rank_trials(whole, test_share=0.25)
+    beside = rank_trials([*whole, entry("c", [2.0], note="given up")], test_share=0.25)
+    assert [p.first for p in beside.places[:2]] == [p.first for p in alone.places] and alone.places[0].first > 0.5
+    assert math.isnan(beside.places[2].first)

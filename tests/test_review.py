@@ -182,3 +182,28 @@ def test_rows_of_one_group_have_pooled_scores_without_an_interval():
     pooled = pool_losses(rows, np.zeros(8))
     assert pooled["perplexity"] == {"pooled": pytest.approx(math.exp(36 / 80)), "pooled_interval95": None}
     assert pooled["loss"]["pooled_interval95"] is None
+
+
+def test_runs_of_other_tokenizers_are_compared_by_text_and_not_by_loss(tmp_path):
+    rows = made_rows(tmp_path)
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder, tokens in zip(folders, (10, 10, 14), strict=True):
+        make_run(folder, rows, np.array([[1.0, 1.2, 0.9, 1.1, 1.0]]) + tokens / 100, settings=[{}])
+        recipe = Recipe.build({"model": "m", "data": rows.name, "output": str(folder)})
+        with Run.open(folder, recipe=recipe, data_hashes=rows.hashes, rows=[row.number for row in rows.rows]) as run:
+            run.write_table("base.parquet", {"row": np.arange(60), "tokens": np.full(60, tokens)})
+            for fold in range(FOLDS):
+                scores = {"exact_match": 0.5 + fold / 10 + tokens / 1000}
+                run.record("lane_examined", trial=0, fold=fold, scores=scores)
+    assert [p.verdict for p in compare_runs(folders).places][2] == "other tokens"
+    assert "other tokens" not in [p.verdict for p in compare_runs(folders, "exact_match").places]
+
+
+def test_runs_are_compared_with_the_region_of_equivalence_that_the_first_asks_for(tmp_path):
+    rows = made_rows(tmp_path)
+    losses = np.array([[1.0, 1.2, 0.9, 1.1, 1.0]])
+    for name, more in (("narrow", {}), ("wide", {"sweep": {"lora.rank": [8], "equivalent": 0.2}})):
+        make_run(tmp_path / name, rows, losses + (0.05 if more else 0) + np.eye(5)[:1] * 0.001, settings=[{}], **more)
+    wide, narrow = tmp_path / "wide", tmp_path / "narrow"
+    assert compare_runs([wide, narrow]).rope == pytest.approx(0.2 * 1.0402)
+    assert compare_runs([narrow, wide]).rope == pytest.approx(0.01 * 1.0402)

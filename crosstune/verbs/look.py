@@ -112,7 +112,8 @@ def compare(runs: tuple[str, ...], metric: str | None, as_json: bool) -> None:
 
     ranking = Result.read(runs[0]).compare(*runs[1:], metric=metric)
     if as_json:
-        click.echo(json.dumps({"metric": ranking.metric, "sentence": ranking.sentence, "trials": ranking.to_json()}))
+        said = {"metric": ranking.metric, "sentence": ranking.sentence, "warnings": list(ranking.warnings)}
+        click.echo(json.dumps({**said, "trials": ranking.to_json()}))
     else:
         show_ranking(ranking.to_json(), ranking.metric, ranking.sentence, ranking.warnings)
 

@@ -93,20 +93,31 @@ def loss_suspects(rows: ArrayLike, nll: ArrayLike, targets: ArrayLike) -> list[S
 
 
 def robust_z(values: ArrayLike, lengths: ArrayLike) -> Floats:
-    """(value − median) / (1.4826 · median deviation), over neighbours in length: a tenth of the rows, 51 or more."""
-    value = np.asarray(values, dtype=np.float64)
-    order = np.lexsort((value, np.asarray(lengths)))
-    half = max(25, len(value) // 20)
+    """(value − median) / (1.4826 · median deviation), over neighbours in length: a tenth of the rows, 51 or more.
+
+    Rows of one length are neighbours all together or not at all: who is one depends neither on values nor on order.
+    """
+    value, length = np.asarray(values, dtype=np.float64), np.asarray(lengths)
+    ascending, by_length = np.sort(length), value[np.argsort(length, kind="stable")]
+    half, last = max(25, len(value) // 20), len(value) - 1
     z = np.zeros(len(value))
-    for place, i in enumerate(order):
-        start = max(0, min(place - half, len(value) - 2 * half - 1))
-        near = value[order[start : start + 2 * half + 1]]
-        middle = float(np.median(near))
-        spread = 1.4826 * float(np.median(np.abs(near - middle)))
-        # More than half of the neighbours alike: the mean deviation takes over (Iglewicz & Hoaglin, same page).
-        spread = spread or 1.2533 * float(np.abs(near - middle).mean())
-        z[i] = (value[i] - middle) / spread if spread else 0.0
+    for one in np.unique(length):
+        here = length == one
+        begins = int(np.searchsorted(ascending, one))
+        start = max(0, min(begins - half, last - 2 * half))
+        end = min(last, max(begins + int(here.sum()) - 1 + half, start + 2 * half))
+        low, high = np.searchsorted(ascending, ascending[start]), np.searchsorted(ascending, ascending[end], "right")
+        z[here] = _z_among(by_length[low:high], value[here])
     return z
+
+
+def _z_among(near: Floats, values: Floats) -> Floats:
+    """Robust z of `values` among `near`."""
+    middle = float(np.median(near))
+    spread = 1.4826 * float(np.median(np.abs(near - middle)))
+    # More than half of the neighbours alike: the mean deviation takes over (Iglewicz & Hoaglin, same page).
+    spread = spread or 1.2533 * float(np.abs(near - middle).mean())
+    return (values - middle) / spread if spread else np.zeros(len(values))
 
 
 def conflict_suspects(

@@ -75,6 +75,33 @@ def test_robust_z_by_hand():
     assert robust_z(alike, np.ones(10))[-1] == pytest.approx(1 / (1.2533 * 0.1))
 
 
+def test_rows_of_one_length_are_judged_among_all_of_them():
+    """Labels of two tokens: every row is of one length, and a tenth of them is garbled."""
+    rng = np.random.default_rng(3)
+    values = rng.normal(1, 0.2, 600)
+    garbled = rng.choice(600, 60, replace=False)
+    values[garbled] += 4
+    slow = (values - np.median(values)) / (1.4826 * np.median(np.abs(values - np.median(values))))
+    assert robust_z(values, np.full(600, 2)) == pytest.approx(slow)
+    suspects = loss_suspects(np.arange(1, 601), 2 * values, np.full(600, 2))
+    assert {suspect.row for suspect in suspects[:60]} == set(garbled + 1)
+
+
+def test_neighbours_in_length_equal_a_slow_loop_whatever_the_order():
+    rng = np.random.default_rng(4)
+    lengths, values = rng.integers(1, 30, 300), rng.exponential(size=300)
+    found, ascending = robust_z(values, lengths), sorted(lengths)
+    for i, length in enumerate(lengths):
+        # 25 rows to either side of those as long, 51 in all at least, and with a row all that are as long
+        start = max(0, min(ascending.index(length) - 25, 300 - 51))
+        end = min(299, max(ascending.index(length) + list(lengths).count(length) - 1 + 25, start + 50))
+        near = values[(lengths >= ascending[start]) & (lengths <= ascending[end])]
+        slow = (values[i] - np.median(near)) / (1.4826 * np.median(np.abs(near - np.median(near))))
+        assert found[i] == pytest.approx(slow)
+    turned = rng.permutation(300)
+    assert robust_z(values[turned], lengths[turned]) == pytest.approx(found[turned], abs=0)
+
+
 def test_conflicting_answers_to_near_equal_questions():
     prompts = [
         "What is the capital of France?",

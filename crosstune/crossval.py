@@ -34,6 +34,7 @@ from crosstune.scores import record_pooled
 from crosstune.search import open_search
 from crosstune.sections import Folds
 from crosstune.splits import Fold, fold_table, split_rows
+from crosstune.stats import held_out_share
 from crosstune.store.run import Run
 from crosstune.sweep import Trial, share_of_rows, trials_to_plan
 
@@ -151,7 +152,10 @@ def _train(run: Run, work: _Work) -> None:
     trials: dict[int, Trial] = {}
     recorder = Recorder(run, recipe, trials, work.tokens, work.tokenizer, base_scores)
     metric = str(recipe.sweep.get("metric", "loss"))
-    search = open_search(recipe, folds=len(work.folds), higher_is_better=find_metric(metric).higher_is_better)
+    share = held_out_share([(len(fold.train), len(fold.held_out)) for fold in work.folds])
+    search = open_search(
+        recipe, folds=len(work.folds), test_share=share, higher_is_better=find_metric(metric).higher_is_better
+    )
     schedule = Schedule(
         run, search, lambda trial: _as_kept(run, make_jobs(work.workers, trial, work.folds)),
         trials=trials, lanes=plan.lanes, metric=metric, report=recorder, examine=examine,

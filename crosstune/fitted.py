@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from crosstune.scores import held_out_share_of
 from crosstune.stats import Interval, fold_interval
 from crosstune.store.run import Run
 from crosstune.sweep import Trial
@@ -93,7 +94,7 @@ def expected_of(run: Run, trial: Trial) -> Expected:
     train = trial.recipe.train
     lanes = run.finished_lanes().items()
     finished = {fold: event for (number, fold), event in lanes if number == trial.index and fold is not None}
-    share = float(np.mean([event["rows"] / (event["rows"] + event["train_rows"]) for event in finished.values()]))
+    share = held_out_share_of(run)
     by_step: dict[float, dict[int, Mapping[str, Any]]] = {}
     for event in run.events("lane_evaluated"):
         if event["trial"] == trial.index and event["fold"] in finished:

@@ -55,6 +55,7 @@ class FoldByFold:
     trials: int
     folds: int
     higher_is_better: bool = False
+    test_share: float | None = None  # held-out share of the folds; K folds: 1/K
     fold_first: bool = True
     _scores: dict[int, dict[int, float]] = field(default_factory=dict)
     _over: dict[int, str] = field(default_factory=dict)
@@ -122,7 +123,8 @@ class Race(FoldByFold):
             if not np.isfinite(scores).all():
                 self._over[trial] = "a lane failed"
             elif trial != leader and folds > 1:
-                worse = compare_folds(scores, table[leader], test_share=1 / self.folds, rope=rope).worse
+                share = self.test_share or 1 / self.folds
+                worse = compare_folds(scores, table[leader], test_share=share, rope=rope).worse
                 if worse > 0.95:
                     self._over[trial] = f"worse than trial {leader} with probability {worse:.3f} after {_folds(folds)}"
 

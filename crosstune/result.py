@@ -13,7 +13,7 @@ import numpy as np
 
 from crosstune.errors import MissingExtra
 from crosstune.review import compare_runs, epoch_choice, learning_curve, read_review
-from crosstune.scores import baselines, fold_scores, known, limits, metric_summaries, rank_run
+from crosstune.scores import baselines, fold_scores, held_out_share_of, known, limits, metric_summaries, rank_run
 from crosstune.stats import fold_interval
 from crosstune.store.run import Run
 
@@ -131,13 +131,14 @@ def make_report(run: Run) -> dict[str, Any]:
     lanes = [key for key in (*finished, *failed) if key[1] is not None]
     scores, pooled = fold_scores(run), {event["trial"]: event for event in run.events("pooled")}
     gone = {event["trial"]: event["reason"] for event in run.events("trial_given_up")}
+    share = held_out_share_of(run)
     trials = []
     for trial in sorted({trial for trial, _ in lanes}):
         folds = [finished[key] for key in sorted(key for key in finished if key[0] == trial and key[1] is not None)]
         asked = sum(key[0] == trial for key in lanes)
         by_metric, tables = scores.get(trial, {}), pooled.get(trial, {})
         trials.append(
-            {"trial": trial, "settings": settings.get(trial, {}), **_summary(folds, asked, by_metric)}
+            {"trial": trial, "settings": settings.get(trial, {}), **_summary(folds, asked, by_metric, share)}
             | {"metrics": metric_summaries(run, trial, by_metric), "given_up": gone.get(trial)}
             | {name: tables[name] for name in ("confusion", "calibration") if name in tables}
         )
@@ -178,11 +179,9 @@ def _examined(fold: int, scores: Mapping[str, Mapping[int, float]]) -> dict[str,
 
 
 def _summary(
-    folds: Sequence[Mapping[str, Any]], asked: int, scores: Mapping[str, Mapping[int, float]]
+    folds: Sequence[Mapping[str, Any]], asked: int, scores: Mapping[str, Mapping[int, float]], test_share: float
 ) -> dict[str, Any]:
-    losses = [fold["loss"] for fold in folds]
-    shares = [fold["rows"] / (fold["rows"] + fold["train_rows"]) for fold in folds]
-    interval = fold_interval(losses, test_share=float(np.mean(shares)) if folds else 0.2)
+    interval = fold_interval([fold["loss"] for fold in folds], test_share=test_share)
     tokens = sum(fold["tokens"] for fold in folds)
     return {
         "folds": [{name: fold[name] for name in FOLD_FIELDS} | _examined(fold["fold"], scores) for fold in folds],

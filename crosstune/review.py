@@ -21,6 +21,7 @@ from crosstune.errors import MissingExtra, RunError
 from crosstune.metrics import find_metric
 from crosstune.scores import (
     ANSWERS,
+    LOSSES,
     entries_of,
     equivalent_of,
     fold_scores,
@@ -110,7 +111,8 @@ def learning_curve(run: Run, metric: str = "loss") -> LearningCurve:
     settings = settings_of(run)
     scores = fold_scores(run)
     others = {tuple(sorted((k, str(v)) for k, v in own.items() if k != SHARE)) for own in settings.values()}
-    shared = [trial for trial, own in settings.items() if SHARE in own and scores.get(trial, {}).get(metric)]
+    swept = [trial for trial, own in settings.items() if SHARE in own and scores.get(trial, {}).get(metric)]
+    shared = sorted(swept, key=lambda trial: settings[trial][SHARE])
     if len(others) != 1 or len(shared) < 3:
         raise RunError(
             f"{run.folder} swept no learning curve (three shares or more, and nothing else)",
@@ -122,15 +124,8 @@ def learning_curve(run: Run, metric: str = "loss") -> LearningCurve:
     table = [[scores[trial][metric][fold] for trial in shared] for fold in folds]
     higher = find_metric(metric).higher_is_better
     rope = 0.01 * abs(float(np.mean(table)))
-    share = _whole_share(run, shared)
+    share = held_out_share_of(run)
     return fit_learning_curve(sizes, table, test_share=share, rope=rope, higher_is_better=higher)
-
-
-def _whole_share(run: Run, trials: Sequence[int]) -> float:
-    """Held-out share of the trial with the most training rows: the others leave rows out on purpose."""
-    lanes = [event for (trial, fold), event in run.finished_lanes().items() if trial in trials and fold is not None]
-    largest = max(lanes, key=lambda event: event["train_rows"])
-    return float(largest["rows"] / (largest["rows"] + largest["train_rows"]))
 
 
 def say_learning_curve(curve: LearningCurve, metric: str = "loss") -> str:
@@ -147,12 +142,18 @@ def say_learning_curve(curve: LearningCurve, metric: str = "loss") -> str:
 
 
 def epoch_choice(run: Run, trial: int | None = None, metric: str = "loss") -> EpochChoice:
-    """The epoch with the best mean held-out score, and its plateau. Whole epochs only; folds that all reached it."""
+    """The epoch with the best mean held-out score, and its plateau: of whole epochs that all finished folds reached."""
+    if metric not in LOSSES:
+        raise RunError(
+            f"{metric} is measured when a lane is over, not epoch by epoch", f"Take one of {', '.join(LOSSES)}."
+        )
     trial = rank_run(run).places[0].trial if trial is None else trial
+    finished = run.finished_lanes()
     curves: dict[int, dict[int, float]] = {}
     for event in run.events("lane_evaluated"):
         whole = math.isclose(event["epoch"], round(event["epoch"]), abs_tol=1e-9)
-        if event["trial"] == trial and event["fold"] is not None and whole and event["epoch"] >= 1:
+        of_fold = event["fold"] is not None and (event["trial"], event["fold"]) in finished
+        if event["trial"] == trial and of_fold and whole and event["epoch"] >= 1:
             curves.setdefault(event["fold"], {})[round(event["epoch"])] = event[metric]
     epochs = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
     if not epochs or epochs != list(range(1, len(epochs) + 1)):

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,29 +88,32 @@ class Search:
                 self._study.tell(trial, state=states.PRUNED if trial in self.given_up() else states.FAIL)
 
 
-def open_search(recipe: Recipe, *, folds: int, higher_is_better: bool = False) -> Search:
-    """The search that the recipe's sweep asks for; without a sweep, one trial."""
+def open_search(
+    recipe: Recipe, *, folds: int, test_share: float | None = None, higher_is_better: bool = False
+) -> Search:
+    """The search that the recipe's sweep asks for; without a sweep, one trial. `test_share`: of the folds, else 1/K."""
     if not recipe.sweep:
         return Search(iter(expand(recipe)), KeepAll(), Budget())
     sweep, axes = read_sweep(recipe)
     budget = Budget(sweep.hours, sweep.tokens)
+    fold_by_fold = partial(_fold_by_fold, sweep, folds=folds, higher_is_better=higher_is_better, test_share=test_share)
     study: Any = _make_study(sweep, higher_is_better) if sweep.kind == "tpe" or sweep.prune in OPTUNA_RULES else None
     if sweep.kind == "tpe":
         count = sweep.trials or 20
         watch = OptunaRule(study, sweep, folds) if sweep.prune in OPTUNA_RULES else None
-        rule = watch or _fold_by_fold(sweep, count, folds, higher_is_better)
+        rule = watch or fold_by_fold(trials=count)
         return Search(_asked(recipe, axes, study, count, watch), rule, budget, study)
     trials = expand(recipe)
     if study is None:
-        return Search(iter(trials), _fold_by_fold(sweep, len(trials), folds, higher_is_better), budget)
+        return Search(iter(trials), fold_by_fold(trials=len(trials)), budget)
     watch = OptunaRule(study, sweep, folds)
     return Search(_watched(trials, study, watch), watch, budget, study)
 
 
-def _fold_by_fold(sweep: Sweep, trials: int, folds: int, higher_is_better: bool) -> Rule:
+def _fold_by_fold(sweep: Sweep, *, trials: int, folds: int, higher_is_better: bool, test_share: float | None) -> Rule:
     kinds: dict[str, type[FoldByFold]] = {"halving": Halving, "race": Race}
     kind = kinds.get(sweep.prune)
-    return kind(sweep, trials, folds, higher_is_better) if kind else KeepAll()
+    return kind(sweep, trials, folds, higher_is_better, test_share) if kind else KeepAll()
 
 
 def _make_study(sweep: Sweep, higher_is_better: bool) -> Any:

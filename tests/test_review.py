@@ -33,7 +33,7 @@ def made_rows(tmp_path):
     return load_rows(file, Data(path=str(file)))
 
 
-def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48, finish=True, **more):
+def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48, finish=True, failed=None, **more):
     """A run whose lane (trial, fold) has these held-out losses: losses[trial, fold]."""
     recipe = Recipe.build({"model": "m", "data": rows.name, "output": str(folder), **more})
     numbers = [row.number for row in rows.rows]
@@ -54,6 +54,9 @@ def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48,
                 })  # fmt: skip
                 for epoch, loss in enumerate(curves[trial][fold] if curves is not None else [], start=1):
                     run.record("lane_evaluated", trial=trial, fold=fold, step=epoch, epoch=float(epoch), loss=loss)
+                if (trial, fold) == failed:
+                    run.record("lane_failed", trial=trial, fold=fold, reason="loss nan", step=1)
+                    continue
                 size = train_rows[trial] if isinstance(train_rows, list) else train_rows
                 run.record(
                     "lane_finished", trial=trial, fold=fold, loss=float(losses[trial][fold]), perplexity=math.exp(losses[trial][fold]),
@@ -63,7 +66,7 @@ def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48,
         if finish:
             record_pooled(run)
             review_rows(run, rows, say=lambda text: None)
-            run.record("run_finished", failed=0)
+            run.record("run_finished", failed=int(failed is not None))
     return folder
 
 
@@ -126,6 +129,45 @@ def test_a_learning_curve_says_whether_more_data_would_help(tmp_path):
     assert say_learning_curve(curve).startswith("More data would help: twice the rows (96)")
     with pytest.raises(RunError, match="no learning curve"):
         learning_curve(Run.read(make_run(tmp_path / "other", rows, losses)))
+
+
+def test_shares_in_any_order_give_the_same_curve(tmp_path):
+    rows, sizes, shares = made_rows(tmp_path), [12, 24, 48], [0.25, 0.5, 1.0]
+    losses = np.array([[2 + 5 * n**-0.5 + f for f in (0.1, 0.0, 0.3, 0.2, 0.15)] for n in sizes])
+    said = []
+    for name, order in (("up", [0, 1, 2]), ("down", [2, 1, 0]), ("mixed", [1, 2, 0])):
+        folder = make_run(
+            tmp_path / name, rows, losses[order], settings=[{"train.share": shares[i]} for i in order], train_rows=[sizes[i] for i in order]
+        )  # fmt: skip
+        said.append(say_learning_curve(learning_curve(Run.read(folder))))
+    assert said[0] == said[1] == said[2] and "twice the rows (96)" in said[0]
+
+
+def test_intervals_of_a_run_allow_for_the_overlap_of_its_folds_whatever_share_a_trial_trains_on(tmp_path):
+    """By hand: n_test/n_train = 12/48 = 1/4 for both trials, in the table and in the list of metrics."""
+    one = np.array([1.0, 1.2, 0.9, 1.1, 1.0])
+    settings = [{"train.share": 0.25}, {"train.share": 1.0}]
+    folder = make_run(
+        tmp_path / "run", made_rows(tmp_path), np.stack([one + 1, one]), settings=settings, train_rows=[12, 48]
+    )
+    half = 2.7764451 * one.std(ddof=1) * math.sqrt(1 / 5 + 1 / 4)
+    for trial, mean in zip(Result.read(folder).trials, (2.04, 1.04), strict=True):
+        assert trial["interval95"] == pytest.approx([mean - half, mean + half])
+        assert trial["metrics"]["loss"]["interval95"] == trial["interval95"]
+
+
+def test_a_lane_that_failed_early_does_not_shorten_the_choice_of_an_epoch(tmp_path):
+    curves = [[[2.0, 1.5 + f / 10, 1.0 + f / 10] for f in range(FOLDS)]]
+    folder = make_run(tmp_path / "run", made_rows(tmp_path), np.array([[1.0] * FOLDS]), settings=[{}], curves=curves)
+    whole = epoch_choice(Run.read(folder))
+    curves[0][2] = [2.0]
+    cut = make_run(
+        tmp_path / "cut", made_rows(tmp_path), np.array([[1.0] * FOLDS]), settings=[{}], curves=curves, failed=(0, 2)
+    )
+    assert whole.best == epoch_choice(Run.read(cut)).best == 3
+    assert "last one trained" in str(whole)
+    with pytest.raises(RunError, match="not epoch by epoch"):
+        epoch_choice(Run.read(folder), metric="accuracy")
 
 
 def test_the_best_epoch_and_its_plateau(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from crosstune.pruning import Halving, Race
 from crosstune.recipe import Recipe
 from crosstune.search import Budget, open_search
+from crosstune.stats import compare_folds
 from crosstune.sweep import Sweep
 
 RATES = {"train.learning_rate": {"log": [1e-5, 1e-1]}}
@@ -115,6 +116,21 @@ def test_race_gives_up_what_is_surely_worse_and_keeps_equals():
     rule = Race(Sweep(prune="race"), 4, 5)
     assert feed(rule, table) < 20
     assert set(rule.given_up()) == {2, 3} and "with probability" in rule.given_up()[3]
+
+
+def test_race_allows_for_the_overlap_of_repeated_folds():
+    """Ten folds that are two repeats of five: n_test/n_train is 1/4, not 1/9, by the test that compares two trials."""
+    first = np.array([1.0, 1.2, 0.9, 1.1, 1.0])
+    table = np.stack([first, first + 0.0178 + np.array([0.01, -0.01, 0.01, -0.01, 0.0])])
+    worse = [compare_folds(table[1, :4], table[0, :4], test_share=share).worse for share in (1 / 5, 1 / 10)]
+    assert worse[0] < 0.95 < worse[1], "a case in which it matters"
+    sweep = {"train.seed": [0, 1], "prune": "race", "prune_after": 4, "equivalent": 0.0}
+    given_up = []
+    for share in (1 / 5, None):
+        search = open_search(recipe(**sweep), folds=10, test_share=share)
+        feed(search.rule, table[:, :4])
+        given_up.append(set(search.given_up()))
+    assert given_up == [set(), {1}]
 
 
 def test_a_failed_lane_gives_its_trial_up():

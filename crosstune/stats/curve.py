@@ -118,9 +118,9 @@ class EpochChoice:
     means: tuple[float, ...]
 
     def __str__(self) -> str:
-        if self.first == self.last:
-            return f"epoch {self.best}"
-        return f"epoch {self.best} (epochs {self.first} to {self.last} can't be told from it)"
+        alike = "" if self.first == self.last else f" (epochs {self.first} to {self.last} can't be told from it)"
+        more = "; it is the last one trained, so more may be better" if self.best == len(self.means) else ""
+        return f"epoch {self.best}{alike}{more}"
 
 
 def choose_epoch(

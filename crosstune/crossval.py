@@ -99,7 +99,7 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
     inputs = judge(asked, found, progress)
     rows, tokens, tokenizer = inputs.rows, inputs.tokens, inputs.tokenizer
     folds = split_rows(rows, recipe.folds, splitter=asked.splitter)
-    exam = _exam(recipe, rows, tokens, tokenizer)
+    exam = _exam(recipe, rows, tokens, tokenizer, folds)
     with open_workers(asked, tokenizer, progress, interrupts) as workers:
         plan = make_plan(workers, recipe, inputs, trials, folds, progress, planned)
         for trial in trials:
@@ -211,11 +211,14 @@ def _write_groups(run: Run, rows: Rows, folds: Folds) -> None:
         run.write_table("groups.parquet", {"row": [row.number for row in rows.rows], "group": sets})
 
 
-def _exam(recipe: Recipe, rows: Rows, tokens: Tokens, tokenizer: Any) -> Exam | None:
+def _exam(recipe: Recipe, rows: Rows, tokens: Tokens, tokenizer: Any, folds: Sequence[Fold]) -> Exam | None:
     """What is asked of held-out rows beyond the loss; refuses labels and metrics that can't be."""
-    from crosstune.train.exam import set_exam
+    from crosstune.train.exam import refuse_undefined, set_exam
 
-    return set_exam(recipe.evaluate, rows, tokens, tokenizer, recipe.data)
+    exam = set_exam(recipe.evaluate, rows, tokens, tokenizer, recipe.data)
+    if exam is not None:
+        refuse_undefined(exam, str(recipe.sweep.get("metric", "loss")), folds)
+    return exam
 
 
 def make_jobs(workers: LocalWorkers | RayWorkers, trial: Trial, folds: Sequence[Fold]) -> list[LaneJob]:

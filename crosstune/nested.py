@@ -197,6 +197,11 @@ def _one_fold(asked: Asked, outer: Fold, inner: Sequence[Fold], progress: Progre
         )
     only = scored.trials[0]
     scores = {name: summary["mean"] for name, summary in only["metrics"].items()}
+    if scores[metric] is None:
+        raise RecipeError(
+            f"sweep.metric: {metric} has no value on the {len(outer.held_out)} rows of outer fold {outer.index}",
+            "Set folds.kind: stratified and folds.by, a smaller folds.outer, or rank by another metric.",
+        )
     inner_score = chosen.best["metrics"][metric]["mean"]
     return OuterFold(outer.index, settings, inner_score, scores, len(outer.held_out), len(chosen.failed))
 

@@ -33,8 +33,7 @@ def fold_scores(run: Run) -> dict[int, dict[str, dict[int, float]]]:
     for event in run.events("lane_examined"):
         if event["fold"] is not None:
             for name, score in event["scores"].items():
-                value = math.nan if score is None else score
-                found.setdefault(event["trial"], {}).setdefault(name, {})[event["fold"]] = value
+                found.setdefault(event["trial"], {}).setdefault(name, {})[event["fold"]] = read_score(score)
     # In the order of the folds, whichever was scored first: a sum over folds depends on it in its last digit.
     return {t: {name: dict(sorted(by_fold.items())) for name, by_fold in found[t].items()} for t in sorted(found)}
 
@@ -159,7 +158,8 @@ def baselines(run: Run) -> dict[str, dict[str, Any]]:
     for event in run.events("few_shot_scored"):
         found["few-shot"] = {"loss": event["loss"], "token_accuracy": event["token_accuracy"]}
     for event in run.events("base_examined"):
-        found.setdefault(event["name"], {}).update(event["scores"])
+        scores = {name: known(read_score(score)) for name, score in event["scores"].items()}
+        found.setdefault(event["name"], {}).update(scores)
     return found
 
 
@@ -247,6 +247,11 @@ def _pooled(interval: Interval) -> dict[str, Any]:
 def limits(interval: Interval) -> list[float] | None:
     """[low, high], or None where there is no interval."""
     return None if math.isnan(interval.low) else [interval.low, interval.high]
+
+
+def read_score(value: float | str | None) -> float:
+    """A score as the journal has it: None where it has no value, a word where it isn't finite."""
+    return math.nan if value is None else float(value)
 
 
 def known(value: float) -> float | None:

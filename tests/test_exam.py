@@ -14,6 +14,7 @@ from crosstune.metrics.text import exact_match
 from crosstune.nested import nested_cross_validate
 from crosstune.progress import Quiet
 from crosstune.result import Result
+from crosstune.score_table import show_scores
 from crosstune.scores import fold_scores, right_and_chances
 from crosstune.store.run import Run
 
@@ -221,6 +222,14 @@ def test_a_smaller_share_trains_on_fewer_rows(tiny, colours, tmp_path):
         ({"evaluate": {"metrics": ["accuracy"], "labels": ["purple", "pink"]}}, "no row's answer"),
         ({"sweep": {"lora.rank": [2, 4], "metric": "accuracy"}}, "add it to evaluate.metrics"),
         ({"sweep": {"lora.rank": [2, 4], "metric": "acuracy"}}, "accuracy"),
+        (
+            {
+                "sweep": {"lora.rank": [2, 4], "metric": "roc_auc"},
+                "evaluate": {"metrics": ["roc_auc"]},
+                "folds": {"kind": "group", "group": "colour"},
+            },
+            "roc_auc has no value on fold 0, whose 10 held-out row.s. have (red|blue|green) only",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_written(tiny, colours, tmp_path, more, words):
@@ -247,3 +256,32 @@ def test_nested_cross_validation_scores_the_choice_on_rows_it_never_saw(tiny, co
     assert "every outer fold chose train.learning_rate=0.01" in nested.sentence
     with pytest.raises(CrosstuneError, match="nested_cross_validate"):
         run(tree)
+
+
+def test_a_metric_without_a_value_on_a_fold_is_left_out_of_its_mean(tiny, colours, tmp_path):
+    """Fold 0 holds the red rows only, so that it has no ROC curve; the other two have."""
+    lines = [json.loads(line) for line in colours.read_text().splitlines()]
+    parts = [0 if line["colour"] == "red" else 1 + i % 2 for i, line in enumerate(lines)]
+    file = tmp_path / "parts.jsonl"
+    file.write_text("".join(json.dumps(line | {"part": part}) + "\n" for line, part in zip(lines, parts, strict=True)))
+    folds, evaluate = {"kind": "column", "by": "part"}, {"metrics": ["loss", "roc_auc"], "labels": "colour"}
+    result = run(recipe(tiny, file, tmp_path / "r", folds=folds, evaluate=evaluate, train={"epochs": 1}))
+    scores = [fold["roc_auc"] for fold in result.trials[0]["folds"]]
+    assert scores[0] is None and result.trials[0]["metrics"]["roc_auc"]["mean"] == pytest.approx(np.mean(scores[1:]))
+    assert Result.read(result.run).report == result.report
+    show_scores(result.report)
+
+
+def test_a_metric_without_a_value_on_an_outer_fold_is_no_traceback(tiny, colours, tmp_path):
+    """Rows of one colour are set aside; the choice itself is by folds that hold both others."""
+    tree = recipe(
+        tiny, colours, tmp_path / "n", evaluate={"metrics": ["roc_auc"], "labels": "colour"}, train={"epochs": 1},
+        sweep={"train.learning_rate": [0.01], "metric": "roc_auc"}, folds={"kind": "column", "by": "part", "outer": 2},
+    )  # fmt: skip
+    lines = [json.loads(line) for line in colours.read_text().splitlines()]
+    for i, line in enumerate(lines):
+        line["part"] = 0 if line["colour"] == "red" else 1 + i % 2
+    file = tmp_path / "parts.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(CrosstuneError, match="roc_auc has no value on the 10 rows of outer fold 0"):
+        nested_cross_validate({**tree, "data": str(file)}, progress=Quiet())

@@ -5,6 +5,7 @@ An exam is set once (prompts, right answers, labels) and taken by the lanes in t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from crosstune.data.questions import (
 )  # fmt: skip
 from crosstune.data.rows import Rows
 from crosstune.data.tokens import Tokens, tokenize
+from crosstune.errors import RecipeError
 from crosstune.fold_units import Fold
 from crosstune.metrics import Metric, find_metrics
 from crosstune.model.base import Base
@@ -132,6 +134,24 @@ def set_exam(evaluate: Evaluate, rows: Rows, tokens: Tokens, tokenizer: Any, dat
     return Exam(
         tuple(beyond), prompts, wanted, sampling, choices, evaluate.by_token, tokens.pad_id, tokens.stop_ids, tokenizer
     )
+
+
+def refuse_undefined(exam: Exam, name: str, folds: Sequence[Fold]) -> None:
+    """Refuse to choose among trials by a choice metric that has no value on some fold, whatever a lane answers."""
+    metric = next((metric for metric in exam.metrics if metric.name == name and metric.kind == "choice"), None)
+    if metric is None or exam.choices is None:
+        return
+    count = len(exam.choices.names)
+    for fold in folds:
+        right = exam.choices.right[list(fold.held_out)]
+        right = right[right >= 0]
+        if math.isnan(metric.of_chances(right, np.full((len(right), count), 1 / count))):
+            held = ", ".join(exam.choices.names[label] for label in np.unique(right)) or "no label"
+            raise RecipeError(
+                f"sweep.metric: {name} has no value on fold {fold.index}, whose {len(fold.held_out)} held-out row(s) "
+                f"have {held} only",
+                "Set folds.kind: stratified and folds.by, choose fewer folds, or rank by log_loss or accuracy.",
+            )
 
 
 def _text(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ from crosstune.errors import RecipeError
 from crosstune.model.attach import attached
 from crosstune.model.base import Base
 from crosstune.progress import Progress, stage
+from crosstune.scores import known
 from crosstune.store.run import Run
 from crosstune.train.evaluate import score_base
 from crosstune.train.exam import Exam, Marks
@@ -64,7 +65,7 @@ class Examiner:
     def _keep(self, job: LaneJob, marks: Marks) -> None:
         scores = self.exam.scores(marks)
         self.run.write_lane_rows(job.trial, job.fold, self._columns(marks), ANSWERS)
-        self.run.record("lane_examined", trial=job.trial, fold=job.fold, scores=scores)
+        self.run.record("lane_examined", trial=job.trial, fold=job.fold, scores=_known(scores))
 
     def _take(self, jobs: Sequence[LaneJob]) -> list[Marks]:
         if not jobs:
@@ -84,10 +85,15 @@ class Examiner:
         with blamed(_refuse_metric):  # before any lane is trained: no lane's fault
             scores = exam.scores(marks)
         self.run.write_table(f"answers-{name}.parquet", self._columns(marks))
-        self.run.record("base_examined", name=name, scores=scores)
+        self.run.record("base_examined", name=name, scores=_known(scores))
 
     def _columns(self, marks: Marks) -> dict[str, Any]:
         return self.exam.columns(marks, self.tokens.numbers)
+
+
+def _known(scores: Mapping[str, float]) -> dict[str, float | None]:
+    """Scores with None where a metric has no value on these rows."""
+    return {name: known(score) for name, score in scores.items()}
 
 
 def _refuse_metric(reason: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from crosstune.metrics import find_metric
-from crosstune.scores import fold_scores
+from crosstune.scores import fold_scores, read_score
 from crosstune.search import Search, mean_score
 from crosstune.store.run import Run
 from crosstune.store.state import Lane
@@ -131,9 +131,9 @@ class Schedule:
             lane = (event["trial"], event["fold"])
             if lane in lanes:
                 final = event["event"] != "lane_evaluated"
-                score = event.get(self.metric)
+                score = read_score(event.get(self.metric))
                 step = event["steps"] if event["event"] == "lane_finished" else event["step"]
-                self._hear(lane, step, math.nan if score is None else score, final=final)
+                self._hear(lane, step, score, final=final)
 
     def _hear(self, lane: Lane, step: int, score: float, *, final: bool) -> None:
         trial, fold = lane

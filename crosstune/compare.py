@@ -262,6 +262,11 @@ def _warnings(places: Sequence[Place], whole: int) -> tuple[str, ...]:
         found.append(f"{', '.join(failed)}: no score")
     if whole == 2:
         found.append("two folds: intervals are very wide; use five or more to tell settings apart")
+    if (compared := sum(place.verdict == "best" or place.versus is not None for place in places)) > 2:
+        found.append(
+            f"the best of {compared} trials was picked by these scores, which makes its own look better than it is; "
+            "folds.outer gives a fair estimate"
+        )
     return tuple(found)
 
 

@@ -42,6 +42,7 @@ def report_page(run: Run) -> str:
         trials=[{**trial, "chart": loss_chart(run, trial["trial"])} for trial in report["trials"]],
         failed=report["failed"],
         conclusion=report["conclusion"] if len(report["trials"]) > 1 else "",
+        warnings=report["warnings"],
         ranking=report["ranking"] if len(report["trials"]) > 1 else [],
         metric=str(run.stored_recipe()["sweep"].get("metric", "loss")),
         metrics=metric_rows(report),
@@ -60,11 +61,10 @@ def report_page(run: Run) -> str:
 
 
 def sentence(report: Mapping[str, Any]) -> str:
-    """What the numbers say, in one sentence, for the trial with the lowest mean loss."""
-    scored = [trial for trial in report["trials"] if trial["mean"] is not None]
-    if not scored:
+    """What the losses say, in one sentence, of the trial that comes first in the ranking."""
+    best = next((trial for trial in report["trials"] if trial["trial"] == report["best"]), None)
+    if best is None or best["mean"] is None:
         return "No fold has finished."
-    best = min(scored, key=lambda trial: trial["mean"])
     better = sum(fold["loss"] < fold["base_loss"] for fold in best["folds"])
     low, high = best["interval95"] or (None, None)
     known = f" (95%: {low:.4f} to {high:.4f})" if low is not None else ""

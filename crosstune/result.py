@@ -154,6 +154,7 @@ def make_report(run: Run) -> dict[str, Any]:
         "best": ranking.places[0].trial if ranking else None,
         "conclusion": ranking.sentence if ranking else "no fold finished",
         "ranking": ranking.to_json() if ranking else [],
+        "warnings": list(ranking.warnings) if ranking else [],
         "baselines": baselines(run),
         "labels": next((event["labels"] for event in run.events("labels")), None),
     }

@@ -19,6 +19,10 @@ def show_scores(report: Mapping[str, Any]) -> None:
         console.print(score_table(trial))
     if len(report["trials"]) > 1 or report["baselines"].get("few-shot"):
         console.print(report["conclusion"], soft_wrap=True)
+        for warning in report["warnings"]:
+            console.print(f"note: {warning}", soft_wrap=True)
+    if late := [str(trial["trial"]) for trial in report["trials"] if trial.get("optimistic")]:
+        console.print(f"optimistic, trial {', '.join(late)}: held-out rows decided when to stop or which step was kept")
     for name, scores in report["baselines"].items():
         words = ", ".join(f"{metric} {number(value)}" for metric, value in scores.items())
         console.print(f"untuned, {name}: {words}", soft_wrap=True)

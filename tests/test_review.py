@@ -16,6 +16,7 @@ from crosstune.recipe import Recipe
 from crosstune.report import report_page
 from crosstune.result import Result
 from crosstune.review import compare_runs, epoch_choice, learning_curve, review_rows, say_learning_curve
+from crosstune.score_table import show_scores
 from crosstune.scores import group_of, pool_losses, record_pooled
 from crosstune.sections import Data, Folds
 from crosstune.store.run import Run
@@ -33,7 +34,7 @@ def made_rows(tmp_path):
     return load_rows(file, Data(path=str(file)))
 
 
-def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48, finish=True, failed=None, **more):
+def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48, finish=True, failed=(), **more):
     """A run whose lane (trial, fold) has these held-out losses: losses[trial, fold]."""
     recipe = Recipe.build({"model": "m", "data": rows.name, "output": str(folder), **more})
     numbers = [row.number for row in rows.rows]
@@ -54,7 +55,7 @@ def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48,
                 })  # fmt: skip
                 for epoch, loss in enumerate(curves[trial][fold] if curves is not None else [], start=1):
                     run.record("lane_evaluated", trial=trial, fold=fold, step=epoch, epoch=float(epoch), loss=loss)
-                if (trial, fold) == failed:
+                if (trial, fold) in failed:
                     run.record("lane_failed", trial=trial, fold=fold, reason="loss nan", step=1)
                     continue
                 size = train_rows[trial] if isinstance(train_rows, list) else train_rows
@@ -66,7 +67,7 @@ def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48,
         if finish:
             record_pooled(run)
             review_rows(run, rows, say=lambda text: None)
-            run.record("run_finished", failed=int(failed is not None))
+            run.record("run_finished", failed=len(failed))
     return folder
 
 
@@ -162,7 +163,7 @@ def test_a_lane_that_failed_early_does_not_shorten_the_choice_of_an_epoch(tmp_pa
     whole = epoch_choice(Run.read(folder))
     curves[0][2] = [2.0]
     cut = make_run(
-        tmp_path / "cut", made_rows(tmp_path), np.array([[1.0] * FOLDS]), settings=[{}], curves=curves, failed=(0, 2)
+        tmp_path / "cut", made_rows(tmp_path), np.array([[1.0] * FOLDS]), settings=[{}], curves=curves, failed=[(0, 2)]
     )
     assert whole.best == epoch_choice(Run.read(cut)).best == 3
     assert "last one trained" in str(whole)
@@ -249,3 +250,21 @@ def test_runs_are_compared_with_the_region_of_equivalence_that_the_first_asks_fo
     wide, narrow = tmp_path / "wide", tmp_path / "narrow"
     assert compare_runs([wide, narrow]).rope == pytest.approx(0.2 * 1.0402)
     assert compare_runs([narrow, wide]).rope == pytest.approx(0.01 * 1.0402)
+
+
+def test_the_page_speaks_of_the_trial_that_comes_first_and_not_of_one_given_up_after_an_easy_fold(tmp_path):
+    """Trial 1 has the lowest mean loss: of fold 0 alone, on which trial 0 is better."""
+    losses = np.array([[0.5, 1.2, 0.9, 1.1, 1.0], [0.6, 9.0, 9.0, 9.0, 9.0]])
+    folder = make_run(tmp_path / "run", made_rows(tmp_path), losses, failed=[(1, fold) for fold in range(1, FOLDS)])
+    page = report_page(Run.read(folder))
+    assert "trial 0 has a mean loss of 0.9400" in page and "fewer folds than the best" in page
+
+
+def test_the_table_says_what_is_to_be_minded(tmp_path, capsys):
+    losses = np.array([[1.0, 1.2, 0.9, 1.1, 1.0], [1.5, 1.7, 1.4, 1.6, 1.51], [1.4, 1.6, 1.3, 1.7, 1.41]])
+    report = Result.read(make_run(tmp_path / "run", made_rows(tmp_path), losses)).report
+    report["trials"][1]["optimistic"] = True
+    show_scores(report)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: the best of 3 trials was picked by these scores" in said
+    assert "optimistic, trial 1: held-out rows decided" in said

@@ -37,11 +37,11 @@ class Axis:
     def draw(self, rng: np.random.Generator) -> Any:
         if self.values:
             return self.values[int(rng.integers(len(self.values)))]
-        if self.log:
-            return self.cast(float(np.exp(rng.uniform(math.log(self.low), math.log(self.high)))))
-        # A whole number k is the rounding of [k - ½, k + ½): both ends are as likely as the others.
+        # A whole number k is the rounding of [k - ½, k + ½): both ends are as likely as the law says (Optuna's, too).
         half = 0.5 if self.whole else 0.0
-        return min(max(self.cast(rng.uniform(self.low - half, self.high + half)), self.low), self.high)
+        low, high = self.low - half, self.high + half
+        value = float(np.exp(rng.uniform(math.log(low), math.log(high)))) if self.log else rng.uniform(low, high)
+        return min(max(self.cast(value), self.low), self.high)
 
 
 def read_axis(name: str, value: Any, *, whole: bool) -> Axis | str:
@@ -69,6 +69,10 @@ def _read_range(name: str, word: str, inner: Any, *, whole: bool) -> Axis | str:
     low, high = inner
     if not low < high:
         return f"sweep.{name}: low must be below high (got {inner!r})"
+    if whole and not (float(low).is_integer() and float(high).is_integer()):
+        return f"sweep.{name}: a whole number is drawn, so both ends must be whole (got {inner!r})"
     if word == "log" and low <= 0:
         return f"sweep.{name}: a log range starts above 0 (got {inner!r})"
+    if whole:
+        low, high = int(low), int(high)
     return Axis(name, low=low, high=high, log=word == "log", whole=whole)

@@ -122,7 +122,7 @@ def _make_study(sweep: Sweep, higher_is_better: bool) -> Any:
     return optuna.create_study(
         study_name="sweep",  # Hyperband draws a trial's bracket from it: left out, it would be another one each time
         direction="maximize" if higher_is_better else "minimize",
-        sampler=optuna.samplers.TPESampler(seed=sweep.seed, n_startup_trials=10, constant_liar=True),
+        sampler=optuna.samplers.TPESampler(seed=sweep.seed % 2**32, n_startup_trials=10, constant_liar=True),
         pruner=make_pruner(sweep),
     )
 
@@ -149,7 +149,7 @@ def _distribution(axis: Axis) -> Any:
     if not axis.is_range:
         return kinds.CategoricalDistribution([json.dumps(value) for value in axis.values])
     if axis.whole:
-        return kinds.IntDistribution(math.ceil(axis.low), math.floor(axis.high), log=axis.log)
+        return kinds.IntDistribution(int(axis.low), int(axis.high), log=axis.log)
     return kinds.FloatDistribution(axis.low, axis.high, log=axis.log)
 
 

@@ -95,6 +95,11 @@ def read_sweep(recipe: Recipe) -> tuple[Sweep, tuple[Axis, ...]]:
         mistakes.append(
             f"sweep.kind: a grid can't draw from the range of {', '.join(ranges)}; use a list, or kind: random"
         )
+    if sweep.kind == "tpe" and sweep.prune in ("halving", "race"):
+        mistakes.append(
+            f"sweep.prune: {sweep.prune} has a fold of every trial trained before any trial is over, so TPE could only "
+            "draw at random; use kind: random, or prune: median, percentile, hyperband or wilcoxon"
+        )
     if mistakes:
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
         raise RecipeError(
@@ -247,7 +252,7 @@ def _grid(axes: Sequence[Axis]) -> list[dict[str, Any]]:
 
 def _draws(axes: Sequence[Axis], count: int, seed: int) -> list[dict[str, Any]]:
     """`count` different draws, or fewer where the lists hold no more. Draw n doesn't depend on `count`."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed % 2**32)
     drawn: dict[str, dict[str, Any]] = {}
     # 100 draws in a row without a new combination: the space is as good as used up.
     misses = 0

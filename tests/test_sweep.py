@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import chisquare
 
+from crosstune.data.questions import pick_examples
 from crosstune.errors import RecipeError
 from crosstune.options import list_options
 from crosstune.recipe import Recipe
+from crosstune.search import open_search
 from crosstune.sweep import Sweep, Trial, expand, read_sweep, share_of_rows
 
 
@@ -68,6 +71,23 @@ def test_whole_uniform_draws_reach_both_ends_as_often_as_the_middle():
     assert len(counts) == 4 and counts.min() > 900
 
 
+def test_whole_log_draws_follow_the_law_at_both_ends_as_in_between():
+    """P(k) is the share of [k − ½, k + ½) in the logarithm of [½, 8½), which is what Optuna draws from."""
+    trials = expand(recipe(**{"lora.rank": {"log": [1, 8]}, "train.learning_rate": {"uniform": [0, 1]}}, trials=4000))
+    counts = np.bincount([t.recipe.lora.rank for t in trials], minlength=9)[1:]
+    law = np.diff(np.log(np.arange(0.5, 9))) / math.log(17)
+    assert chisquare(counts, 4000 * law).pvalue > 0.01
+
+
+@pytest.mark.parametrize("kind", ["random", "tpe"])
+@pytest.mark.parametrize("seed", [-1, 2**40])
+def test_any_whole_number_is_a_seed(kind, seed):
+    pytest.importorskip("optuna")
+    search = open_search(recipe(**{"lora.alpha": {"uniform": [1, 9]}}, kind=kind, seed=seed, trials=2), folds=2)
+    assert 1 <= search.ask().recipe.lora.alpha <= 9
+    assert len(pick_examples(range(5), 2, seed=seed, number=1)) == 2
+
+
 def test_random_draws_from_lists_never_repeat():
     trials = expand(recipe(**{"lora.rank": [4, 8], "lora.alpha": [8, 16]}, kind="random", trials=50))
     assert len(trials) == 4
@@ -99,6 +119,8 @@ def test_train_share_is_a_learning_curve():
         ({"lora.alpha": {"log": [0, 1]}}, "starts above 0"),
         ({"lora.alpha": {"unifrom": [0, 1]}}, "did you mean uniform"),
         ({"lora.dropout": {"uniform": [0, 1]}}, "sweep.lora.dropout"),
+        ({"lora.rank": {"uniform": [1.5, 8]}}, "both ends must be whole"),
+        ({"lora.alpha": {"log": [8, 64]}, "kind": "tpe", "prune": "halving"}, "use kind: random, or prune: median"),
         ({"lora.alpha": {"log": [8, 64]}, "kind": "grid"}, "use a list, or kind: random"),
         ({"kind": "bayes", "lora.rank": [8]}, "sweep.kind"),
     ],

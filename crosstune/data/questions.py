@@ -168,5 +168,5 @@ def with_examples(row: Row, shots: Sequence[Row]) -> Row:
 
 def pick_examples(train: Sequence[int], count: int, *, seed: int, number: int) -> list[int]:
     """`count` of the positions in `train`, drawn for the row with this number: the same in every run and order."""
-    rng = np.random.default_rng([seed, number])
+    rng = np.random.default_rng([seed % 2**32, number])
     return [int(train[i]) for i in rng.permutation(len(train))[:count]]

@@ -212,7 +212,7 @@ def _draws(batch_K: Sequence[Sequence[Prompt]], each: int, sampling: Sampling) -
     draws = np.zeros((len(batch_K) * each, sampling.max_new_tokens))
     for lane, batch in enumerate(batch_K):
         for place, prompt in enumerate(batch):
-            rng = np.random.default_rng([sampling.seed, prompt.number])
+            rng = np.random.default_rng([sampling.seed % 2**32, prompt.number])
             draws[lane * each + place] = rng.random(sampling.max_new_tokens)
     return torch.from_numpy(draws)
 

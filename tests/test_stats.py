@@ -22,6 +22,7 @@ from crosstune.stats import (
     ratio_interval,
     statistic_interval,
 )
+from crosstune.stats.bootstrap import _bca
 
 
 def test_fold_interval_by_hand():
@@ -145,6 +146,17 @@ def test_bca_limits_equal_scipys_at_the_widened_level():
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=0.01)
     slow = statistic_interval(lambda rows: float(values[rows].mean()), 60, resamples=10_000)
     assert (slow.low, slow.high) == pytest.approx((theirs.low, theirs.high), rel=0.02)
+
+
+def test_a_jackknife_of_some_rows_gives_the_limits_of_one_of_all():
+    """The acceleration falls as the root of the number of rows, also where 200 of them are left out to estimate it."""
+    rng = np.random.default_rng(6)
+    values = rng.exponential(size=5000)
+    drawn = rng.normal(values.mean(), values.std() / math.sqrt(5000), 50_000)
+    left_out = (values.sum() - values) / 4999
+    low, high = _bca(values.mean(), drawn, left_out, 5000, 0.95)
+    some = _bca(values.mean(), drawn, left_out[:200], 5000, 0.95)
+    assert some == pytest.approx((low, high), abs=0.005 * (high - low))
 
 
 def test_token_mean_is_a_ratio_of_sums_and_groups_move_together():

@@ -50,7 +50,7 @@ def ratio_interval(
     for size in _chunks(resamples, n):
         picks = rng.integers(n, size=(size, n))
         drawn.append(top[picks].sum(axis=1) / bottom[picks].sum(axis=1))
-    low, high = _bca(mean, np.concatenate(drawn), left_out, confidence)
+    low, high = _bca(mean, np.concatenate(drawn), left_out, n, confidence)
     spread = float(np.std(top / np.maximum(bottom, 1e-300), ddof=1))
     return Interval(mean, spread, low, high, n)
 
@@ -87,7 +87,7 @@ def statistic_interval(
     drawn, left_out = drawn[np.isfinite(drawn)], left_out[np.isfinite(left_out)]
     if len(drawn) < resamples / 2 or len(left_out) < 2:
         return Interval(value, math.nan, math.nan, math.nan, units)
-    low, high = _bca(value, drawn, left_out, confidence)
+    low, high = _bca(value, drawn, left_out, units, confidence)
     return Interval(value, float(drawn.std(ddof=1)), low, high, units)
 
 
@@ -96,16 +96,16 @@ def _chunks(resamples: int, n: int) -> list[int]:
     return [min(size, resamples - start) for start in range(0, resamples, size)]
 
 
-def _bca(value: float, drawn: Floats, left_out: Floats, confidence: float) -> tuple[float, float]:
-    """Bias-corrected and accelerated limits. `left_out`: the statistic without each unit in turn."""
-    n = len(left_out)
+def _bca(value: float, drawn: Floats, left_out: Floats, n: int, confidence: float) -> tuple[float, float]:
+    """Bias-corrected and accelerated limits. `left_out`: the statistic without each of the `n` units, or of some."""
     if np.ptp(drawn) == 0:  # rows that are all right, say: drawing them again shows nothing of those that aren't there
         return math.nan, math.nan
     below = (np.mean(drawn < value) + np.mean(drawn <= value)) / 2
     bias = distributions.norm.ppf(min(max(below, 0.5 / len(drawn)), 1 - 0.5 / len(drawn)))
     pull = left_out.mean() - left_out
-    scale = 6 * float((pull**2).sum()) ** 1.5
-    acceleration = float((pull**3).sum()) / scale if scale else 0.0
+    # The acceleration falls as 1/√n: sums over some units alone are made those over all.
+    scale = 6 * float((pull**2).mean()) ** 1.5 * math.sqrt(n)
+    acceleration = float((pull**3).mean()) / scale if scale else 0.0
     # The plug-in variance of a bootstrap mean is (n-1)/n of the unbiased one, and z is used for t: widen for both.
     z = float(distributions.t.ppf(0.5 + confidence / 2, n - 1)) * math.sqrt(n / (n - 1))
     limits = []

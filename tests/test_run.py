@@ -384,6 +384,21 @@ def test_half_files_of_a_killed_writer_are_swept_away(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob(".*.part"))
 
 
+def test_what_a_killed_writer_left_is_swept_away_and_hidden_folders_of_somebodys_own_are_not(tmp_path: Path) -> None:
+    with begin(tmp_path / "run") as run:
+        lane = run.lane_folder(0, 0)
+    own = [tmp_path / "run" / ".git", tmp_path / "run" / ".merged.0123abcd", lane / ".ipynb_checkpoints"]
+    left = [files.beside(lane / "adapter"), files.beside(lane / "adapter", ".old")]
+    for folder in (*own, *left):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("x")
+    for name in (".tmp-notes", ".tmprS5Xxx", ".adapter.part", ".rows.parquet.0123abcd.part"):
+        (lane / name).write_text("x")
+    begin(tmp_path / "run").close()
+    assert all((folder / "file").is_file() for folder in own)
+    assert sorted(place.name for place in lane.iterdir()) == [".ipynb_checkpoints", ".tmp-notes"]
+
+
 def test_write_file_leaves_the_old_file_when_the_new_one_fails(tmp_path: Path) -> None:
     files.write_file(tmp_path / "x", b"old")
 

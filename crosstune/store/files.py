@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,9 @@ _FIXES = {
     errno.EISDIR: "A folder stands where a file is needed: set output to another folder.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n) and give the same command again.",
 }
+
+_FOLDER_PART = re.compile(r"\..+\.[0-9a-f]{8}(\.old)?")  # as `beside` names them
+_TENSORS_PART = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # safetensors writes into one, and renames it
 
 
 @contextmanager
@@ -72,13 +76,18 @@ def sync_folder(folder: Path) -> None:
         sync(folder)
 
 
-def sweep_parts(folder: Path) -> None:
-    """Remove what a killed writer left beside its place: files, and folders that were to be renamed as a whole."""
-    for part in folder.glob(".*"):
-        if part.is_dir() and not part.is_symlink():
-            shutil.rmtree(part, ignore_errors=True)
-        elif part.name.endswith(".part"):
-            part.unlink(missing_ok=True)
+def sweep_parts(folder: Path, *, folders: bool = False) -> None:
+    """Remove what a killed writer left beside its place; `folders`: also those that were to be renamed as a whole.
+
+    Nothing else: a run may lie in a folder that has a .git or .venv of somebody's own.
+    """
+    for place in folder.glob(".*"):
+        if place.is_dir() and not place.is_symlink():
+            if folders and _FOLDER_PART.fullmatch(place.name):
+                shutil.rmtree(place, ignore_errors=True)
+        elif place.name.endswith(".part") or _TENSORS_PART.fullmatch(place.name):
+            with suppress(OSError):
+                place.unlink()
 
 
 def sync(place: Path) -> None:

@@ -248,8 +248,9 @@ class Run:
             stored = self.read_table("row_hashes.parquet") or {}
             refuse_changed_data(stored.get("row", ()), stored.get("hash", ()), rows, data_hashes)
         refuse_changed_prints(first["prints"], prints, self.folder)
-        for folder in (self.folder, *self.folder.glob("lanes/*/*")):
-            sweep_parts(folder)
+        sweep_parts(self.folder)
+        for folder in self.folder.glob("lanes/*/*"):
+            sweep_parts(folder, folders=True)
 
     def _write_recipe(self, recipe: Recipe) -> None:
         text = dump_yaml(redact_tree(recipe.model_dump(mode="json"))).encode()

@@ -65,7 +65,7 @@ class Search:
         return self._study is not None or not isinstance(self.rule, KeepAll) or self.budget.tokens is not None
 
     def ask(self, *, again: bool = False) -> Trial | None:
-        """The next trial; None if there is none, or the budget is spent. `again`: an earlier sitting began with it."""
+        """The next trial; None if there is none, or the budget is spent. `again`: an earlier sitting has begun it."""
         if not again and self.budget.why_spent():
             return None
         return next(self._source, None)

@@ -60,6 +60,24 @@ def replay(events: Iterable[Event]) -> State:
     return state
 
 
+def earlier_seconds(events: Iterable[Event]) -> float:
+    """How long the sittings before this one lasted: as each said at its end or, if it was killed, by the clock."""
+    sittings: list[list[Event]] = []
+    for event in events:
+        if event["event"] == "opened":
+            sittings.append([])
+        if sittings:
+            sittings[-1].append(event)
+    return sum(map(_seconds, sittings[:-1]))
+
+
+def _seconds(sitting: list[Event]) -> float:
+    first, last = sitting[0], sitting[-1]
+    if last["event"] == "closed":
+        return float(last["seconds"])
+    return max(0.0, float(last["at"] - first["at"]))  # a clock that was put back takes no hours away
+
+
 def in_order(lanes: Mapping[Lane, Event]) -> dict[Lane, Event]:
     """By trial and fold, whoever came first: sums over lanes must not depend on it."""
     return dict(sorted(lanes.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1] or 0)))

@@ -38,7 +38,6 @@ class Schedule:
         self._told: set[int] = set()
         self._ended: set[Lane] = set()
         self._evaluations: dict[Lane, list[int]] = {}  # lane → steps reported
-        search.budget.spent_seconds = sum(event.get("seconds", 0.0) for event in run.events("closed"))
         self._under_way = find_metric(metric).kind == "loss"  # other metrics are known when a lane is over
 
     def waves(self) -> Iterator[list[LaneJob]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -61,6 +62,46 @@ def test_lines_come_in_the_order_of_the_lanes_each_after_its_folder_though_all_a
         *finished, ("wave_finished", None),
     ]  # fmt: skip
     assert not list((tmp_path / "run").glob("lanes/*/*/.*"))
+
+
+def test_a_power_cut_after_a_lanes_line_takes_no_folder_of_it(
+    tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders made or renamed last only once the folder that names them is flushed."""
+    fleeting: dict[Path, int] = {}  # folder → inode of the one that names it
+    mkdir, replace, fsync, record = os.mkdir, os.replace, os.fsync, Run.record
+    checked: list[int] = []
+
+    def note(path: Any) -> None:
+        if Path(path).is_dir():
+            fleeting[Path(path)] = Path(path).parent.stat().st_ino
+
+    def make(path: Any, *args: Any, **how: Any) -> None:
+        mkdir(path, *args, **how)
+        note(path)
+
+    def rename(source: Any, place: Any, **how: Any) -> None:
+        replace(source, place, **how)
+        note(place)
+
+    def flush(handle: int) -> None:
+        fsync(handle)
+        flushed = os.fstat(handle).st_ino
+        for path in [path for path, inode in fleeting.items() if inode == flushed]:
+            fleeting.pop(path, None)
+
+    def in_time(run: Run, event: str, *args: Any, **fields: Any) -> None:
+        if event == "lane_finished":
+            place = run.lane_folder(fields["trial"], fields["fold"]) / "adapter"
+            assert not [path for path in (place, *place.parents) if path in fleeting]
+            checked.append(fields["fold"])
+        record(run, event, *args, **fields)
+
+    for name, watched in (("mkdir", make), ("replace", rename), ("fsync", flush)):
+        monkeypatch.setattr(os, name, watched)
+    monkeypatch.setattr(Run, "record", in_time)
+    cross_validate(asked(tiny, cases, tmp_path / "runs" / "new" / "run"), progress=Quiet())
+    assert checked == [0, 1, 2]
 
 
 def test_a_disk_that_refuses_one_lane_ends_the_run_when_all_threads_are_done_and_lanes_before_it_are_kept(

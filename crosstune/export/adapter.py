@@ -24,7 +24,7 @@ from crosstune.export.folder import new_folder, sha256, write_checksums
 from crosstune.export.serve import serve_section, write_modelfile
 from crosstune.export.weights import write_tensors
 from crosstune.sections import Lora
-from crosstune.store.files import guard, sync
+from crosstune.store.files import guard, make_folder, sync
 from crosstune.store.secrets import redact, redact_tree
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
     """The tensors' file by itself: most of the time that an adapter's folder takes, for a thread of its own."""
     plain = {key: _plain(tensor) for key, tensor in tensors.items()}
     with guard("writing", file):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         write_tensors(file, plain)
         with ThreadPoolExecutor(1) as other:  # the bytes are in memory still: hashed while the disk takes them
             flushed = other.submit(sync, file)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from crosstune.errors import RunError
-from crosstune.store.files import beside, guard, sync, sync_folder
+from crosstune.store.files import beside, guard, make_folder, sync, sync_folder
 
 CHECKSUMS = "SHA256SUMS"
 PIECE = 8 << 20  # bytes hashed at a time: other threads wait for Python's lock between pieces only
@@ -28,7 +28,7 @@ def new_folder(path: str | os.PathLike[str], *, marker: str) -> Iterator[Path]:
     final = Path(path)
     refuse_occupied(final, marker=marker)
     with guard("writing", final):
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(final.parent)
         work = beside(final)
         work.mkdir()
     try:

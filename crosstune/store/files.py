@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from secrets import token_hex
 
@@ -46,7 +47,7 @@ def guard(doing: str, path: Path) -> Iterator[None]:
 def write_file(path: Path, fill: bytes | Callable[[Path], object]) -> None:
     """Write `path` so that it is old or new, never half. `fill`: its bytes, or a function that writes a file."""
     with guard("writing", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         part = beside(path, ".part")
         try:
             part.touch(exist_ok=False)
@@ -63,6 +64,14 @@ def write_file(path: Path, fill: bytes | Callable[[Path], object]) -> None:
                 part.unlink()
             raise
         sync_folder(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and what is missing above it; each one's entry is flushed too."""
+    missing = list(takewhile(lambda place: not place.exists(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        sync_folder(place.parent)
 
 
 def beside(path: Path, ending: str = "") -> Path:

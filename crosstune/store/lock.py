@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, Timeout
 
 from crosstune.errors import RunError
-from crosstune.store.files import guard, write_file
+from crosstune.store.files import guard, make_folder, write_file
 
 
 class FolderLock:
@@ -30,7 +30,7 @@ class FolderLock:
         """Make the folder if need be and lock it, or raise `RunError` naming who holds it."""
         note = folder / "lock.json"
         with guard("making the run folder", folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         lock = FileLock(folder / ".lock", thread_local=False)  # released by whichever thread closes the run
         with guard("locking", folder):
             try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import warnings
 from pathlib import Path
@@ -136,6 +138,23 @@ def test_a_failed_write_leaves_the_old_folder_and_nothing_else(tiny, tmp_path):
         export(tmp_path / "adapter", tiny, Lora(rank=4), tokenizer=Broken())
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_a_rename_that_fails_leaves_the_old_folder_in_its_place(tiny, tmp_path, monkeypatch):
+    export(tmp_path / "a", tiny, Lora(rank=4))
+    before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
+    replace = Path.replace
+
+    def over_quota(self, place):
+        if place == tmp_path / "a" and not self.name.endswith(".old"):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return replace(self, place)
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="Disk quota exceeded"):
+        patch.setattr(Path, "replace", over_quota)
+        export(tmp_path / "a", tiny, Lora(rank=2))
+    assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before
+    assert [place.name for place in tmp_path.iterdir()] == ["a"]
 
 
 def test_the_config_is_pefts_own_with_the_exact_modules(tiny, tmp_path):

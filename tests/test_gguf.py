@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import gguf
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from crosstune.errors import ModelError
+from crosstune.errors import ModelError, RunError
 from crosstune.export import merge
 from crosstune.export.gguf import Layout, rope_factors, write_gguf
 from crosstune.sections import Lora
@@ -110,3 +112,40 @@ def test_what_llama_cpp_cannot_hold_is_refused_with_the_way_out(tmp_path, tiny):
         write_gguf(other)
     assert "convert_hf_to_gguf.py" in caught.value.fix
     assert not list(tmp_path.rglob("*.gguf")) and not list(tmp_path.rglob("*.part"))
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, tiny, monkeypatch):
+    flushed, named = set(), []
+    fsync, replace = os.fsync, os.replace
+
+    def flush(handle):
+        fsync(handle)
+        flushed.add(os.fstat(handle).st_ino)
+
+    def rename(source, place):
+        named.append((Path(place).name, Path(source).stat().st_ino in flushed))
+        replace(source, place)
+
+    export(tmp_path / "adapter", tiny, Lora(rank=4))
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", rename)
+    write_gguf(tmp_path / "adapter")
+    assert named == [("adapter.gguf", True)]
+
+
+def test_a_disk_that_is_full_leaves_the_older_file_and_no_open_handle(tmp_path, tiny, monkeypatch):
+    export(tmp_path / "adapter", tiny, Lora(rank=4))
+    before = write_gguf(tmp_path / "adapter").read_bytes()
+    writers = []
+
+    def full(self, *args, **how):
+        writers.append(self)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left on device"):
+        patch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+        write_gguf(tmp_path / "adapter", kind="f16")
+    assert writers[0].fout is None
+    assert [file.name for file in (tmp_path / "adapter").glob("*.gguf*")] == ["adapter.gguf"]
+    assert not list((tmp_path / "adapter").glob(".*"))
+    assert (tmp_path / "adapter" / "adapter.gguf").read_bytes() == before

@@ -91,9 +91,13 @@ def _put(work: Path, final: Path) -> None:
     # A non-empty folder can't be renamed over: the old one steps aside first, and is deleted last.
     old = beside(final, ".old")
     final.replace(old)
-    work.replace(final)
+    try:
+        work.replace(final)
+    except BaseException:
+        old.replace(final)
+        raise
     sync_folder(final.parent)
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)  # a network disk may keep files that somebody reads: no fault of the new one
 
 
 def _flush(folder: Path) -> None:

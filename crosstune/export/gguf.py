@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from crosstune.export.saved import SavedAdapter, adapter_config, adapter_folder,
 from crosstune.export.weights import BaseWeights, find_weights
 from crosstune.model.base import hub_arguments
 from crosstune.sections import Model
-from crosstune.store.files import guard, sync_folder
+from crosstune.store.files import write_file
 
 try:
     import gguf
@@ -211,20 +212,16 @@ def _write(
         block, block_bytes = gguf.GGML_QUANT_SIZES[kinds[name]]
         num_bytes = math.prod(shape) // block * block_bytes
         writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes, kinds[name])
-    part = out.with_name(f".{out.name}.part")
-    try:
-        with guard("writing", out):
-            out.parent.mkdir(parents=True, exist_ok=True)
+
+    def fill(part: Path) -> None:
+        with closing(writer):
             writer.write_header_to_file(part)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for name in shapes:
                 writer.write_tensor_data(gguf.quants.quantize(reads[name]().contiguous().numpy(), kinds[name]))
-            writer.close()
-            part.replace(out)
-            sync_folder(out.parent)
-    finally:
-        part.unlink(missing_ok=True)
+
+    write_file(out, fill)
 
 
 def _stored(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:

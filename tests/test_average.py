@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from crosstune.errors import ModelError
+from crosstune.errors import ModelError, RunError
 from crosstune.export import merge
 from crosstune.export.average import average_adapters
 from crosstune.sections import Lora
@@ -54,6 +54,13 @@ def test_a_lower_rank_is_the_best_there_is_and_says_what_is_lost(folds, tmp_path
         lost, whole = lost + float((s[rank:] ** 2).sum()), whole + float((s**2).sum())
     assert done.lost == pytest.approx((lost / whole) ** 0.5, rel=1e-6)
     assert done.worst[1] >= done.lost > 0
+
+
+def test_an_average_takes_the_place_of_none_of_its_adapters(folds, tmp_path):
+    before = load_file(folds[0][1] / "adapter_model.safetensors")
+    with pytest.raises(RunError, match="would be lost"):
+        average_adapters(folds[0], folds[0][1])
+    assert load_file(folds[0][1] / "adapter_model.safetensors").keys() == before.keys()
 
 
 def test_the_card_gives_no_score(folds, tmp_path):

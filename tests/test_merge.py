@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import crosstune.export.changes
 import crosstune.export.merger
 from crosstune.errors import CrosstuneError, ModelError, RunError
 from crosstune.export import merge
+from crosstune.export.folder import CHECKSUMS
 from crosstune.export.verify import EncodedRow, encode_prompts
 from crosstune.export.weights import weights_checksums
 from crosstune.sections import Lora
@@ -323,6 +326,37 @@ def test_a_place_with_other_files_is_refused_and_left_alone(tmp_path, tiny):
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "text"
     for _ in range(2):  # its own folder it replaces
         merge(tmp_path / "adapter", tmp_path / "merged")
+
+
+@pytest.mark.parametrize("place", ["base", "base/..", "adapter"])
+def test_a_place_that_holds_the_base_or_the_adapter_is_refused(tmp_path, tiny, place):
+    """A merged folder, which may be replaced, may be the base of the next adapter."""
+    export(tmp_path / "first", tiny, Lora(rank=4))
+    merge(tmp_path / "first", tmp_path / "home" / "base")
+    export(tmp_path / "home" / "adapter", tmp_path / "home" / "base", Lora(rank=4))
+    (tmp_path / "home" / CHECKSUMS).touch()  # as if all of it were ours to replace
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunError, match="which it is made from, would be lost"):
+        merge(tmp_path / "home" / "adapter", tmp_path / "home" / place)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_merge_that_is_terminated_leaves_nothing_behind(tmp_path, tiny):
+    export(tmp_path / "adapter", tiny, Lora(rank=4))
+    code = """
+import os, signal, sys, time
+from crosstune.cli import main
+from crosstune.export import merge
+def terminated(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+sys.modules[merge.__module__].write_companions = terminated
+sys.exit(main(["merge", sys.argv[1], "--out", sys.argv[2]]))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    done = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent.parent, check=False)
+    assert done.returncode == 143, done.stderr
+    assert [place.name for place in tmp_path.iterdir()] == ["adapter"]
 
 
 def test_equal_merges_have_equal_bytes(tmp_path, tiny):

@@ -21,6 +21,7 @@ from crosstune.errors import ModelError
 from crosstune.export.adapter import WEIGHTS, save_adapter
 from crosstune.export.changes import LowRank
 from crosstune.export.companions import has_tokenizer, load_saved_tokenizer, stop_ids_in
+from crosstune.export.folder import refuse_sources
 from crosstune.export.saved import (
     SavedAdapter,
     adapter_config,
@@ -99,6 +100,7 @@ def average_adapters(
         raise ModelError(
             f"an average needs two adapters or more ({len(places)} given)", "Name the folders of the folds."
         )
+    refuse_sources(Path(out), places)
     name = base or adapter_config(places[0]).base_model_name_or_path or ""
     config = model_config(hub_arguments(Model(name=name)))
     adapters = [read_adapter(place, config) for place in places]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,6 +46,16 @@ def refuse_occupied(path: Path, *, marker: str) -> None:
         raise RunError(f"{str(path)!r} is a file, and a folder is to be written there", "Choose another place.")
     if path.is_dir() and any(path.iterdir()) and not (path / marker).is_file():
         raise RunError(f"{str(path)!r} holds files that crosstune didn't write", "Choose another place, or empty it.")
+
+
+def refuse_sources(path: Path, sources: Iterable[Path]) -> None:
+    """Refuse a place whose replacement would take away what is read to make it."""
+    for source in sources:
+        if source.exists() and source.resolve().is_relative_to(path.resolve()):
+            raise RunError(
+                f"{str(path)!r} is to be written, and {str(source)!r}, which it is made from, would be lost",
+                "Choose another place.",
+            )
 
 
 def write_checksums(folder: Path, known: Mapping[str, str] | None = None) -> Path:

@@ -23,7 +23,7 @@ from crosstune.errors import ModelError, RunError
 from crosstune.export.adapter import FACTS, write_json
 from crosstune.export.card import model_card, public_name
 from crosstune.export.companions import merged_config, stop_ids_in, write_companions
-from crosstune.export.folder import CHECKSUMS, new_folder, refuse_occupied, write_checksums
+from crosstune.export.folder import CHECKSUMS, new_folder, refuse_occupied, refuse_sources, write_checksums
 from crosstune.export.merger import Merger, plan_merge, write_shards, wrong_tensors
 from crosstune.export.origin import find_origin
 from crosstune.export.quantize import Quantization, write_quantized
@@ -119,6 +119,7 @@ def merge(
     folder = adapter_folder(source)
     name = base or adapter_config(folder).base_model_name_or_path or ""
     refuse_occupied(place, marker=CHECKSUMS)
+    refuse_sources(place, (folder, Path(name).expanduser()))
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.work.") as scratch_name:
         scratch = Path(scratch_name)

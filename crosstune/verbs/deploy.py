@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from crosstune.interrupt import Interrupts
 from crosstune.verbs.train import trial_number
 from crosstune.verbs.words import json_flag, only_results_on_stdout
 
@@ -39,7 +40,7 @@ def merge(source: str, out: str, trial: str, as_json: bool, **how: Any) -> None:
     from crosstune.deploy import merge
     from crosstune.progress import choose_progress
 
-    with only_results_on_stdout():
+    with only_results_on_stdout(), Interrupts().caught():
         report = merge(source, out, trial=trial_number(trial), progress=choose_progress(), **how)
     click.echo(json.dumps(report.to_dict()) if as_json else report.words())
 
@@ -60,7 +61,7 @@ def average(run: str, out: str, trial: str, **how: Any) -> None:
     """
     from crosstune.deploy import average
 
-    with only_results_on_stdout():
+    with only_results_on_stdout(), Interrupts().caught():
         made = average(run, out, trial=trial_number(trial), **how)
     click.echo(made.words())
 
@@ -80,7 +81,7 @@ def gguf(source: str, out: str | None, kind: str | None, trial: str, base: str |
     """
     from crosstune.deploy import chosen_fit
 
-    with only_results_on_stdout():
+    with only_results_on_stdout(), Interrupts().caught():
         from crosstune.export.gguf import write_gguf
 
         file = write_gguf(chosen_fit(source, trial_number(trial)), out, kind=kind or "", base=base)

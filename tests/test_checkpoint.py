@@ -79,6 +79,20 @@ def test_a_damaged_one_is_named_and_the_one_before_it_taken(where: str, tmp_path
     assert_is_step(tmp_path, 2)
 
 
+def test_after_a_damaged_one_the_last_two_are_again_two_to_go_on_from(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10)
+    newest = tmp_path / "step-000000010.safetensors"
+    newest.write_bytes(newest.read_bytes()[:100])
+    assert_is_step(tmp_path, 5)
+    save(tmp_path, 6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000000005.safetensors",
+        "step-000000006.safetensors",
+    ]
+    (tmp_path / "step-000000006.safetensors").write_bytes(b"")
+    assert_is_step(tmp_path, 5)
+
+
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     place = tmp_path / "step-000000001.safetensors"

@@ -107,7 +107,7 @@ def _interval(every: int | str) -> tuple[int, float]:
 
 
 def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
-    """Write step-<meta["step"]>.safetensors, then remove all but the last two. `meta` is anything JSON can hold."""
+    """Write step-<meta["step"]>.safetensors, then remove all but it and the one before. `meta`: as JSON holds it."""
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(dict(meta))
     header = {"version": VERSION, "meta": text, "sha256": _digest(host, VERSION, text)}
@@ -121,9 +121,11 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[s
             raise OSError(int(number[1]) if number else 5, str(error)) from error
 
     write_file(place, fill)
-    for old in _newest_first(folder)[KEPT:]:
+    every = _newest_first(folder)
+    at = every.index(place)  # of those that are newer none could be gone on from: damaged, or of other lanes
+    for other in (*every[:at], *every[at + KEPT :]):
         with suppress(OSError):
-            old.unlink()
+            other.unlink()
     return place
 
 

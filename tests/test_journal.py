@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstune.errors import RunError
+from crosstune.interrupt import Interrupted
 from crosstune.store.journal import Journal
 
 CHILD = """
@@ -150,6 +152,51 @@ def test_a_full_disk_leaves_the_journal_as_it_was(call: str, tmp_path: Path, mon
     journal.append("tick", durable=True, number=6)
     journal.close()
     assert numbers(path) == [0, 1, 2, 3, 4, 6]
+
+
+def half_then(error: BaseException, patch: pytest.MonkeyPatch) -> None:
+    """A line of which the first half is written."""
+    write, left = os.write, [1]
+
+    def stopped(handle: int, data: memoryview) -> int:
+        if not left:
+            raise error
+        return write(handle, data[: len(data) // 2 * left.pop()])
+
+    patch.setattr(os, "write", stopped)
+
+
+def test_an_interrupt_in_mid_line_leaves_no_torn_line_before_the_event_that_tells_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "j")
+    journal = Journal.open(tmp_path / "j")
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        half_then(Interrupted(15), patch)
+        journal.append("tick", number=5)
+    journal.append("tick", number=6)
+    assert numbers(tmp_path / "j") == [0, 1, 2, 3, 4, 6]
+
+
+def test_after_a_torn_line_that_cannot_be_taken_back_nothing_more_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "j")
+    journal = Journal.open(tmp_path / "j")
+
+    def broken(handle: int, size: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left"):
+        half_then(OSError(28, "No space left on device"), patch)
+        patch.setattr(os, "ftruncate", broken)
+        journal.append("tick", number=5)
+    with pytest.raises(RunError, match="the line before could not be written"):
+        journal.append("closed")
+    journal.close()
+    assert numbers(tmp_path / "j") == [0, 1, 2, 3, 4]
+    Journal.open(tmp_path / "j").append("tick", number=6)
+    assert numbers(tmp_path / "j") == [0, 1, 2, 3, 4, 6]
 
 
 def test_a_deleted_journal_is_noticed_at_the_next_durable_event(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ This module knows nothing of what the events mean.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -33,6 +34,7 @@ class Journal:
     def __init__(self, path: Path, events: list[Event], cut: str, handle: int | None) -> None:
         self.path, self.events, self.cut = path, events, cut
         self._handle = handle
+        self._is_torn = False
 
     @classmethod
     def read(cls, path: Path) -> Journal:
@@ -55,22 +57,29 @@ class Journal:
         return journal
 
     def append(self, event: str, durable: bool = False, **fields: Any) -> Event:
-        """Add one event. A durable one is on the disk when this returns; if that fails, the journal is as before."""
+        """Add one event. A durable one is on the disk when this returns; if that fails, the journal is as before.
+
+        Where it can't be made so, it takes no more: a line after a torn one would make it unreadable.
+        """
         assert self._handle is not None, "this journal was opened for reading"
         clean = redact_tree(_plain(fields))
         entry: Event = {"event": event, "at": round(time.time(), 3), **clean}
         if not self.events:
             entry = {"event": event, "version": VERSION, "at": entry["at"], **clean}
         with guard("writing", self.path):
+            if self._is_torn:
+                raise OSError(errno.EIO, "the line before could not be written")
             before = os.fstat(self._handle).st_size
             try:
                 _write_all(self._handle, _to_line(entry))
                 if durable:
                     os.fsync(self._handle)
                     self._still_there()
-            except OSError:
-                with suppress(OSError):  # where even this fails, the torn line is cut off at the next start
+            except BaseException:  # also Ctrl-C: the event that tells of it is to follow a whole line
+                self._is_torn = True
+                with suppress(OSError):
                     os.ftruncate(self._handle, before)
+                    self._is_torn = False
                 raise
         self.events.append(entry)
         return entry

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, GenerationConfig
 
 import crosstune.export.changes
 import crosstune.export.merger
@@ -123,6 +123,35 @@ def test_adapters_that_peft_wrote_merge_as_peft_says(tmp_path, options, tie):
     merge(tmp_path / "adapter", tmp_path / "merged")
     got = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), base)
     assert torch.allclose(got, logits(model, base), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"target_modules": ["q_proj", "embed_tokens"]}, {"modules_to_save": ["lm_head"]}], ids=str
+)
+@pytest.mark.filterwarnings("ignore")
+def test_embeddings_that_are_tied_by_the_architecture_and_not_by_the_config_are_untied_too(tmp_path, tiny, options):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    base = tmp_path / "base"
+    config = GemmaConfig(vocab_size=384, hidden_size=64, intermediate_size=96, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(base)
+    fields = json.loads((base / "config.json").read_text())
+    fields.pop("tie_word_embeddings", None)  # as in older folders of Gemma's
+    (base / "config.json").write_text(json.dumps(fields))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options}),
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.tie_word_embeddings is False
+    assert torch.allclose(logits(merged, base), logits(model, base), atol=1e-4)
 
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])

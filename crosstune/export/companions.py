@@ -48,7 +48,7 @@ def merged_config(merger: Merger) -> dict[str, Any]:
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     if merger.adapter.vocab_size != config.get("vocab_size", merger.adapter.vocab_size):
         config["vocab_size"] = merger.adapter.vocab_size
-    if not merger.is_tied and merger.weights.is_tied:
+    if merger.unties:
         config["tie_word_embeddings"] = False
     return config
 

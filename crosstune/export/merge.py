@@ -224,7 +224,7 @@ def _dtype(word: str | None) -> torch.dtype | None:
 
 def _notes(merger: Merger, found: Verification, quantized: Verification | None) -> list[str]:
     notes = []
-    if merger.weights.is_tied and not merger.is_tied:
+    if merger.unties:
         notes.append("input and output embeddings were one matrix and now differ: the model has grown by one of them")
     if found.drowns:
         notes.append(

@@ -35,6 +35,11 @@ class Merger:
     is_tied: bool
 
     @property
+    def unties(self) -> bool:
+        """Whether input and output embeddings are one matrix in the base and two here."""
+        return self.adapter.is_tied and not self.is_tied
+
+    @property
     def num_bytes(self) -> int:
         return sum(torch.Size(self.shapes[name]).numel() * dtype.itemsize for name, dtype in self.dtypes.items())
 
@@ -73,9 +78,9 @@ def plan_merge(weights: BaseWeights, adapter: SavedAdapter, dtype: torch.dtype |
     """Which tensors the merged model has. A change to one of two tied embeddings alone unties them."""
     files = {_model_name(name, adapter): name for name in weights.files}
     head, embedding = adapter.output_embedding, adapter.input_embedding
-    is_tied = weights.is_tied and not _unties(adapter)
+    is_tied = adapter.is_tied and not _unties(adapter)
     sources = dict(files)  # name in the model → tensor of the base
-    if weights.is_tied:
+    if adapter.is_tied:
         shared = files.get(embedding) or files[head]  # safetensors keeps one of the two names, and it may be either
         sources.pop(head, None)
         sources[embedding] = shared

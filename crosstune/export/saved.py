@@ -41,6 +41,7 @@ class SavedAdapter:
     vocab_size: int  # embedding rows of base + adapter
     input_embedding: str  # parameter names, for tied bases
     output_embedding: str
+    is_tied: bool  # of the base: config.json may leave it to the architecture, as Gemma's does
     prefix: str  # transformers' base_model_prefix: some files name their tensors without it
     names: frozenset[str]  # every parameter of the base
     layers: int  # adapted layers
@@ -245,6 +246,7 @@ def _saved(folder: Path, config: LoraConfig, tensors: Mapping[str, Tensor], mode
         vocab_size=int(base.config.get_text_config().vocab_size),
         input_embedding=f"{ends[0]}.weight",
         output_embedding=f"{ends[1]}.weight",
+        is_tied=bool(base.config.tie_word_embeddings),
         prefix=base.base_model_prefix,
         names=names,
         layers=len(layers),

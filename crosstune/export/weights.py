@@ -40,11 +40,6 @@ class BaseWeights:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
-    def is_tied(self) -> bool:
-        """Whether the output head is the input embedding."""
-        return bool(self.config.get("tie_word_embeddings", False))
-
-    @property
     def quantization(self) -> str:
         """How the stored weights are quantised: "" (not), nf4, fp4, int8, or the method's name."""
         return quantization_of(self.config)

@@ -36,7 +36,6 @@ from crosstune.sections import Folds
 from crosstune.splits import Fold, fold_table, split_rows
 from crosstune.stats import held_out_share
 from crosstune.store.run import Run
-from crosstune.store.state import earlier_seconds
 from crosstune.sweep import Trial, share_of_rows, trials_to_plan
 
 if TYPE_CHECKING:
@@ -157,7 +156,6 @@ def _train(run: Run, work: _Work) -> None:
     search = open_search(
         recipe, folds=len(work.folds), test_share=share, higher_is_better=find_metric(metric).higher_is_better
     )
-    search.budget.spent_seconds = earlier_seconds(run.events())
     schedule = Schedule(
         run, search, lambda trial: _as_kept(run, make_jobs(work.workers, trial, work.folds)),
         trials=trials, lanes=plan.lanes, metric=metric, report=recorder, examine=examine,

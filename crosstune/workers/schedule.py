@@ -14,7 +14,7 @@ from crosstune.metrics import find_metric
 from crosstune.scores import fold_scores, read_score
 from crosstune.search import Search, mean_score
 from crosstune.store.run import Run
-from crosstune.store.state import Lane
+from crosstune.store.state import Lane, earlier_seconds
 from crosstune.sweep import Trial
 from crosstune.train.events import Event, LaneEvaluated, LaneFinished, LaneRetired, Report
 from crosstune.train.lane import LaneJob
@@ -38,6 +38,7 @@ class Schedule:
         self._told: set[int] = set()
         self._ended: set[Lane] = set()
         self._evaluations: dict[Lane, list[int]] = {}  # lane → steps reported
+        search.budget.spent_seconds = earlier_seconds(run.events())
         self._under_way = find_metric(metric).kind == "loss"  # other metrics are known when a lane is over
 
     def waves(self) -> Iterator[list[LaneJob]]:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from crosstune.errors import RecipeError
-from crosstune.recipe import Recipe, read_tree
+from crosstune.mistakes import shown
+from crosstune.recipe import Recipe, open_shorthand, read_tree
+
+
+@runtime_checkable
+class _HasConfig(Protocol):
+    config: Any
+
+
+@runtime_checkable
+class _PeftConfig(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class _Splitter(Protocol):
+    def split(self, X: Any, y: Any = None, groups: Any = None) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -41,31 +57,22 @@ def gather(
     sections: Mapping[str, Any],
 ) -> Asked:
     """Merge keywords over `recipe`; each section's keywords replace single keys of that section."""
-    tree = _tree(recipe)
-    for name, value in {"data": data, "model": model, "folds": folds, **sections}.items():
-        if isinstance(value, Mapping) or value is None:
-            _merge(tree, name, value or {})
-    source = splitter = passed = None
-    if isinstance(data, str | os.PathLike):
-        _merge(tree, "data", {"path": os.fspath(data)})
-    elif data is not None and not isinstance(data, Mapping):
-        source = data
-        _merge(tree, "data", {"path": f"{type(data).__name__} in memory"})
-    if isinstance(model, str | os.PathLike):
-        _merge(tree, "model", {"name": os.fspath(model)})
-    elif model is not None and not isinstance(model, Mapping):
-        passed = model
-        _merge(tree, "model", {"name": _model_name(model), **_quantization(model)})
-    if folds is not None and not isinstance(folds, Mapping):
-        splitter = folds
-        _merge(tree, "folds", _splitter_words(folds))
-    if lora is not None:
-        _merge(tree, "lora", lora if isinstance(lora, Mapping) else lora_section(lora))
-    for name, value in sections.items():
-        if value is not None and not isinstance(value, Mapping):
-            tree[name] = value
+    source = data if data is not None and not _is_section(data) else None
+    passed = model if model is not None and not _is_section(model) else None
+    splitter = folds if folds is not None and not _is_section(folds) else None
     if passed is not None and tokenizer is None:
         raise RecipeError("a model was passed without its tokenizer", "Pass tokenizer=… beside model=….")
+    given: dict[str, Any] = {
+        "data": data if source is None else {"path": f"{type(source).__name__} in memory"},
+        "model": model if passed is None else {"name": _model_name(passed), **_quantization(passed)},
+        "folds": folds if splitter is None else {"splitter": _splitter_words(splitter)},
+        "lora": lora if lora is None or isinstance(lora, Mapping) else lora_section(lora),
+        **sections,
+    }
+    tree = _tree(recipe)
+    for name, value in given.items():
+        if value is not None:
+            _merge(tree, name, value)
     made = Recipe.build(tree)
     if made.folds.splitter and splitter is None:
         raise RecipeError(
@@ -75,9 +82,21 @@ def gather(
     return Asked(made, made.data.path if source is None else source, passed, tokenizer, splitter)
 
 
+def _is_section(value: Any) -> bool:
+    """Whether `value` is written as in a recipe, not an object in memory: a `DatasetDict` is a mapping, and rows."""
+    if isinstance(value, Mapping):
+        return type(value).__module__.partition(".")[0] != "datasets"
+    return isinstance(value, str | int | float | os.PathLike)
+
+
 def lora_section(config: Any) -> dict[str, Any]:
     """The lora section of a `peft.LoraConfig`. Raises RecipeError naming every option that lanes don't train."""
-    given = config.to_dict()
+    given = {} if isinstance(config, type) or not isinstance(config, _PeftConfig) else config.to_dict()
+    if given.get("peft_type") != "LORA" or given.get("task_type") not in (None, "CAUSAL_LM"):
+        raise RecipeError(
+            f"lora is {shown(config)}, and lanes train LoRA of causal language models only",
+            "Pass a mapping, such as {'rank': 16, 'alpha': 32}, or a peft.LoraConfig(task_type='CAUSAL_LM').",
+        )
     plain: dict[str, tuple[Any, ...]] = {
         "bias": ("none", None), "modules_to_save": (None,), "use_dora": (False, None), "rank_pattern": ({}, None),
         "alpha_pattern": ({}, None), "layers_to_transform": (None,), "trainable_token_indices": (None,),
@@ -103,22 +122,21 @@ def _tree(recipe: Recipe | str | os.PathLike[str] | Mapping[str, Any] | None) ->
         return {}
     if isinstance(recipe, Recipe):
         return recipe.model_dump(mode="json")
-    if isinstance(recipe, Mapping):
-        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in recipe.items()}
-    return read_tree(recipe)
+    return dict(recipe) if isinstance(recipe, Mapping) else read_tree(recipe)
 
 
-def _merge(tree: dict[str, Any], section: str, values: Mapping[str, Any]) -> None:
-    if not values:
-        return
-    shorthand = {"model": "name", "data": "path"}
-    found = tree.get(section) or {}
-    if isinstance(found, str) and section in shorthand:
-        found = {shorthand[section]: found}
-    tree[section] = {**found, **values}
+def _merge(tree: dict[str, Any], section: str, given: Any) -> None:
+    value = open_shorthand(section, os.fspath(given) if isinstance(given, os.PathLike) else given)
+    found = open_shorthand(section, tree.get(section) or {})
+    tree[section] = {**found, **value} if isinstance(found, Mapping) and isinstance(value, Mapping) else value
 
 
 def _model_name(model: Any) -> str:
+    if not isinstance(model, _HasConfig):
+        raise RecipeError(
+            f"model is {shown(model)}: neither a name nor a model",
+            "Pass a hub id, a folder, a mapping such as {'name': …, 'quantization': 'nf4'}, or a transformers model.",
+        )
     return str(model.config.name_or_path or type(model).__name__)
 
 
@@ -134,6 +152,12 @@ def _quantization(model: Any) -> dict[str, Any]:
     return {"quantization": "nf4", "double_quant": bool(weight.compress_statistics if state is None else state.nested)}
 
 
-def _splitter_words(splitter: Any) -> dict[str, Any]:
+def _splitter_words(splitter: Any) -> str:
     """The splitter in the recipe's words: as text, so that the fingerprint changes with it."""
-    return {"splitter": repr(splitter)}
+    if isinstance(splitter, type) or not isinstance(splitter, _Splitter | Iterable):
+        raise RecipeError(
+            f"folds is {shown(splitter)}, which splits nothing",
+            "Pass a number of folds, a mapping such as {'kind': 'stratified', 'by': 'label', 'k': 5}, or a "
+            "scikit-learn splitter such as KFold(5, shuffle=True, random_state=0).",
+        )
+    return repr(splitter)

@@ -63,7 +63,7 @@ def cross_validate(
     data        a path, hub id, pandas DataFrame, Hugging Face Dataset, or a mapping (the data section)
     model       a name, a mapping (the model section), or a transformers model in memory, with `tokenizer`
     lora        a mapping (the lora section) or a `peft.LoraConfig`
-    folds       a mapping (the folds section) or a scikit-learn splitter
+    folds       how many, a mapping (the folds section), or a scikit-learn splitter
     sections    train={…}, evaluate={…}, device={…}, output="runs/x", …
     retry_failed  train the lanes that failed in an earlier call once more
 

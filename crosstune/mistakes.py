@@ -6,6 +6,7 @@ Knows pydantic models and nested mappings, not which ones they are.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from crosstune.options import section_of, type_words
+
+MOST_SHOWN = 80  # characters of a wrong value
 
 # What other trainers call our options; nearness of spelling would not find these.
 ALIASES = {
@@ -90,21 +93,28 @@ def wrong_values(problems: Iterable[Any], kind: type[BaseModel]) -> list[str]:
     sentences: dict[str, str] = {}
     for problem in problems:
         place, field = _locate(problem["loc"], kind)
-        if problem["type"] == "missing":
+        got = shown(problem["input"])
+        if problem["type"] == "missing" or (got == "null" and field is not None and field.is_required()):
             sentence = f"{place}: is required"
         elif problem["type"] == "value_error":
             message = problem["msg"].removeprefix("Value error, ")
             whole = isinstance(problem["input"], BaseModel | Mapping)
-            sentence = f"{place}: {message}" + ("" if whole else f" (got {problem['input']!r})")
+            sentence = f"{place}: {message}" + ("" if whole else f" (got {got})")
         elif field is None:
-            sentence = f"{place}: {problem['msg']} (got {problem['input']!r})"
+            sentence = f"{place}: {problem['msg']} (got {got})"
         else:
             words = type_words(field)
             near = difflib.get_close_matches(str(problem["input"]), words.split(" | "), n=1)
-            sentence = f"{place}: {words} expected (got {problem['input']!r}"
+            sentence = f"{place}: {words} expected (got {got}"
             sentence += f"; did you mean {near[0]}?)" if near else ")"
         sentences.setdefault(place, sentence)  # a union gives one problem for each of its sides: the first says it
     return list(sentences.values())
+
+
+def shown(value: Any) -> str:
+    """A value as a recipe has it, and not much of a long one."""
+    words = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return words if len(words) <= MOST_SHOWN else words[:MOST_SHOWN] + "…"
 
 
 def _locate(loc: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[str, FieldInfo | None]:

@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -29,20 +31,25 @@ _CHANGES_NO_RESULT: Any = {
 }
 
 
-def _name_only(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+SHORTHAND: Mapping[str, tuple[str, type]] = {"model": ("name", str), "data": ("path", str), "folds": ("k", int)}
 
 
-def _path_only(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
+def open_shorthand(section: str, value: Any) -> Any:
+    """`model: X` means `model: {name: X}`, and `folds: 5` means `folds: {k: 5}`."""
+    key, kind = SHORTHAND.get(section, ("", NoneType))
+    return {key: value} if type(value) is kind and key else value
+
+
+def _opened(section: str) -> BeforeValidator:
+    return BeforeValidator(partial(open_shorthand, section))
 
 
 class Recipe(Section):
     """Everything that was asked for. `Recipe.load` reads a file, `Recipe.build` takes mappings and overrides."""
 
-    model: Annotated[Model, BeforeValidator(_name_only)] = Field(description="The frozen base model.")
-    data: Annotated[Data, BeforeValidator(_path_only)] = Field(description="The rows.")
-    folds: Folds = Field(default_factory=Folds, description="Training and held-out rows.")
+    model: Annotated[Model, _opened("model")] = Field(description="The frozen base model.")
+    data: Annotated[Data, _opened("data")] = Field(description="The rows.")
+    folds: Annotated[Folds, _opened("folds")] = Field(default_factory=Folds, description="Training and held-out rows.")
     lora: Lora = Field(default_factory=Lora, description="The adapter.")
     train: Train = Field(default_factory=Train, description="How a lane is trained.")
     evaluate: Evaluate = Field(default_factory=Evaluate, description="What is measured.")
@@ -96,8 +103,8 @@ def options() -> list[Option]:
 def merge(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`tree` with `changes` put over it, section by section; neither is changed."""
     out = _plain(tree)
-    for key, value in _plain(changes).items():
-        here = _open_shorthand(key, out.get(key))
+    for key, change in _plain(changes).items():
+        here, value = open_shorthand(key, out.get(key)), open_shorthand(key, change)
         out[key] = merge(here, value) if isinstance(here, dict) and isinstance(value, dict) else value
     return out
 
@@ -107,14 +114,7 @@ def _plain(tree: Any) -> Any:
         return tree.model_dump()
     if isinstance(tree, Mapping):
         return {str(key): _plain(value) for key, value in tree.items()}
-    return tree
-
-
-SHORTHAND = {"model": "name", "data": "path"}  # `model: X` means `model: {name: X}`
-
-
-def _open_shorthand(section: str, value: Any) -> Any:
-    return {SHORTHAND[section]: value} if section in SHORTHAND and isinstance(value, str) else value
+    return os.fspath(tree) if isinstance(tree, os.PathLike) else tree
 
 
 def _override(override: str) -> dict[str, Any]:

@@ -32,6 +32,11 @@ from crosstune.sections import GROUP_KINDS, STRATIFIED_KINDS, Folds
 
 _GROUPED = {"kfold": "group", "stratified": "stratified-group", "leave-one-out": "leave-one-group-out"}
 __all__ = ["Fold", "check_folds", "find_leaks", "fold_table", "split_rows"]
+_ANOTHER = "Choose another folds.kind or a smaller folds.k."
+_COLUMNS = (
+    "A splitter gets the column folds.by as classes and folds.group as groups: name them in the recipe, "
+    "or ask for folds={'kind': 'stratified', 'by': 'label', 'k': 5}."
+)
 Split = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
@@ -50,10 +55,10 @@ def split_rows(rows: Rows, folds: Folds, *, splitter: Any = None) -> list[Fold]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*least populated class", category=UserWarning)
             pairs = list(plan.splits() if splitter is None else plan.splits_of(splitter))
-    except ValueError as error:  # what scikit-learn can't split
-        raise DataError(
-            f"{rows.name} can't be split: {error}", "Choose another folds.kind or a smaller folds.k."
-        ) from None
+    except (ValueError, TypeError) as error:  # what scikit-learn can't split; without classes, it's a TypeError
+        if splitter is None and isinstance(error, TypeError):
+            raise
+        raise DataError(f"{rows.name} can't be split: {error}", _ANOTHER if splitter is None else _COLUMNS) from None
     made = [Fold(index, _sorted(train), _sorted(held_out)) for index, (train, held_out) in enumerate(pairs)]
     _refuse_empty(made, rows)
     return made

@@ -19,7 +19,8 @@ train:    {epochs: 3, learning_rate: 2e-4, batch_size: 8}
 output:   runs/rows
 ```
 
-Only `model` and `data` are required; `model: NAME` and `data: PATH` are short for their first key.
+Only `model` and `data` are required; `model: NAME`, `data: PATH` and `folds: 5` are short for `name`,
+`path` and `k`.
 
 The same options are given on the command line, `crosstune run recipe.yaml lora.rank=8 train.epochs=1`, and in Python,
 `crosstune.cross_validate("recipe.yaml", lora={"rank": 8}, train={"epochs": 1})`. Later ones win. A value on the command

@@ -58,7 +58,7 @@ def test_misspelt_and_misplaced_keys_are_named_together(cases):
         ("train.learning_rate=fast", "train.learning_rate: number ≥ 0 expected (got 'fast')"),
         ("train.epochs=1.5x", "train.epochs: number > 0 expected (got '1.5x')"),
         ("train.learning_rate=.nan", "train.learning_rate: number ≥ 0 expected (got nan)"),
-        ("lora.rank=true", "lora.rank: a number is expected, not true or false (got True)"),
+        ("lora.rank=true", "lora.rank: a number is expected, not true or false (got true)"),
         ("device.lanes=0", "device.lanes: auto | whole number ≥ 1 expected (got 0)"),
         ("folds.kind=stratifed", "did you mean stratified?"),
         ("folds.kind=group", "folds: kind group needs folds.group"),
@@ -88,6 +88,20 @@ def test_everything_wrong_is_said_at_once():
     assert "6 mistakes" in said
     for place in ("model:", "data: is required", "lora.r:", "lora.rank:", "train.epochs:", "train.stop.patience:"):
         assert place in said
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"model": None, "data": "r"}, "model: is required"),
+        ({"model": "m", "data": "r", "train": {"stop": True}}, "(got true)"),
+        ({"model": "m", "data": "r", "lora": {"rank": None}}, "(got null)"),
+    ],
+)
+def test_a_wrong_value_is_spelt_as_in_a_recipe(tree, said):
+    with pytest.raises(RecipeError) as refused:
+        Recipe.build(tree)
+    assert said in refused.value.problem
 
 
 @pytest.mark.parametrize("override", ["lora.rank", "=8", "lora..rank=8", ".rank=8", ""])

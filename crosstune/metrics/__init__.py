@@ -161,7 +161,7 @@ def find_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
 
 def from_function(function: Callable[[list[str], list[str]], Any], *, name: str | None = None) -> Metric:
     """A Python function as a metric of generated text."""
-    higher = bool(vars(function).get("higher_is_better", True))
+    higher = bool(getattr(function, "higher_is_better", True))
     return Metric(name or function.__name__, "text", higher, _first_line(function), whole=function)
 
 

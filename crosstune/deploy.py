@@ -5,6 +5,8 @@ Knows where a run keeps its adapters and which rows each has not seen; `export` 
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,8 +33,8 @@ MOST_ROWS = 64
 
 
 def merge(
-    source: str | Path,
-    out: str | Path,
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     *,
     trial: int | str = "best",
     data: Any = None,
@@ -63,7 +65,7 @@ def merge(
     folder = adapter_folder(chosen_fit(source, trial))
     return merge_adapter(
         folder,
-        out,
+        Path(out),
         dtype=dtype,
         quantize=quantize,  # type: ignore[arg-type]  # judged there
         base=base,
@@ -75,8 +77,8 @@ def merge(
 
 
 def average(
-    run: str | Path,
-    out: str | Path,
+    run: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     *,
     trial: int | str = "best",
     rank: int | None = None,
@@ -99,10 +101,11 @@ def average(
     folders = [folder for (of, _), folder in sorted(result.adapters.items()) if of == number]
     if not folders:
         known = ", ".join(str(entry["trial"]) for entry in result.trials)
-        raise RunError(f"{str(run)!r} has no trial {trial!r} with finished folds", f"Choose best, or one of {known}.")
+        problem = f"{str(result.run)!r} has no trial {trial!r} with finished folds"
+        raise RunError(problem, f"Choose best, or one of {known}.")
     unseen = rows_no_fold_saw(Run.read(run), data)
     score = None if unseen is None else partial(_score, Run.read(run), unseen, folders[0], base, device)
-    return average_adapters(folders, out, rank=rank, base=base, score=score)
+    return average_adapters(folders, Path(out), rank=rank, base=base, score=score)
 
 
 def rows_no_fold_saw(run: Run, data: Any = None) -> Rows | None:
@@ -153,7 +156,7 @@ def _score(
     from crosstune.export.companions import load_saved_tokenizer
     from crosstune.model.attach import LaneSpec, attached
     from crosstune.model.base import load_base, load_config
-    from crosstune.model.device import choose_device
+    from crosstune.model.device import named_device
     from crosstune.train.evaluate import score_base, score_lanes
 
     recipe = Recipe.build({**run.stored_recipe()})
@@ -161,7 +164,7 @@ def _score(
     tokenizer = load_saved_tokenizer(folder)
     tokens = tokenize(rows, tokenizer, recipe.data, cache=None, limit=longest_row(load_config(model), tokenizer))
     refuse(tokens.findings)
-    place = choose_device(recipe.device.model_copy(update={"kind": device, "gpus": "auto"}))
+    place = named_device(device, recipe.device)
     base = load_base(model, tokenizer, device=place.device, precision=place.precision.value)
     every = range(len(tokens))
     untuned = score_base(base, tokens, every)
@@ -172,7 +175,7 @@ def _score(
     return Score(rows.name, len(rows), losses[0], untuned.loss, tuple(losses[1:]))
 
 
-def chosen_fit(source: str | Path, trial: int | str) -> Path:
+def chosen_fit(source: str | os.PathLike[str], trial: int | str) -> Path:
     """`source` itself, or the fit of one trial where it is a run that has several."""
     place = Path(source).expanduser()
     if not (place / "journal.jsonl").is_file():
@@ -183,9 +186,8 @@ def chosen_fit(source: str | Path, trial: int | str) -> Path:
     number = Result.read(place).report["best"] if trial == "best" else trial
     if number not in fits:
         raise RunError(
-            f"{str(source)!r} has no fit of trial {trial!r}"
-            + (f"; it has {', '.join(map(str, fits))}" if fits else ""),
-            f"Fit it first: crosstune fit {source} --trial {trial}",
+            f"{str(place)!r} has no fit of trial {trial!r}" + (f"; it has {', '.join(map(str, fits))}" if fits else ""),
+            f"Fit it first: crosstune fit {shlex.quote(str(place))} --trial {trial}",
         )
     return Run.read(place).lane_folder(number, None)
 

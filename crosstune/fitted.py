@@ -71,6 +71,10 @@ class Fit:
     fits: tuple[Fitted, ...]
     seconds: float = field(default=0.0, compare=False)
 
+    def __fspath__(self) -> str:
+        """The folder: a fit may be merged and asked as its folder may."""
+        return str(self.run)
+
     @property
     def adapter(self) -> Path:
         """The adapter's folder, where there is one only."""

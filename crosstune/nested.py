@@ -8,6 +8,7 @@ winner is then trained on all of these and scored on the rows set aside, which n
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,7 @@ class Within:
 
 
 def nested_cross_validate(
-    recipe: Recipe | str | Path | Mapping[str, Any],
+    recipe: Recipe | str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
     progress: Progress | None = None,
     retry_failed: bool = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ HARDEST_ROWS = 20
 MOST_SUSPECTS = 50
 
 
-def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
+def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
     """Write the page of a run, `report.html` in its folder unless `out` says otherwise; return its path."""
     run = Run.read(folder)
     page = Path(out) if out else run.folder / "report.html"

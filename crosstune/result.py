@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crosstune.errors import MissingExtra
+from crosstune.errors import MissingExtra, RunError
 from crosstune.review import compare_runs, epoch_choice, learning_curve, read_review
 from crosstune.scores import baselines, fold_scores, held_out_share_of, known, limits, metric_summaries, rank_run
 from crosstune.stats import fold_interval
@@ -35,10 +36,14 @@ class Result:
     report: Mapping[str, Any]  # the object of `--json`
 
     @classmethod
-    def read(cls, folder: str | Path) -> Result:
+    def read(cls, folder: str | os.PathLike[str]) -> Result:
         """The result of a finished run."""
         run = Run.read(folder)
         return cls(run.folder, make_report(run))
+
+    def __fspath__(self) -> str:
+        """The run's folder: a result may be given wherever a run may."""
+        return str(self.run)
 
     @property
     def trials(self) -> Sequence[Mapping[str, Any]]:
@@ -53,6 +58,8 @@ class Result:
     @property
     def best(self) -> Mapping[str, Any]:
         """The trial with the best mean of the sweep's metric (the held-out loss, unless asked otherwise)."""
+        if not self.trials:
+            raise RunError(f"{str(self.run)!r} has no scores yet: no lane is over", "Let the run go on first.")
         best = self.report["best"]
         return next((trial for trial in self.trials if trial["trial"] == best), self.trials[0])
 
@@ -88,10 +95,10 @@ class Result:
             for fold in trial["folds"]
         }
 
-    def compare(self, *others: Result | str | Path, metric: str | None = None) -> Ranking:
+    def compare(self, *others: str | os.PathLike[str], metric: str | None = None) -> Ranking:
         """The trials (of this run and `others`) ranked, and what may be concluded: `result.compare().sentence`."""
         name = metric or str(Run.read(self.run).stored_recipe()["sweep"].get("metric", "loss"))
-        folders = [other.run if isinstance(other, Result) else other for other in others]
+        folders = [Path(other) for other in others]
         return compare_runs([self.run, *folders], name) if folders else rank_run(Run.read(self.run), name)
 
     def suspects(self) -> tuple[Suspect, ...]:

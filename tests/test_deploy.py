@@ -12,7 +12,7 @@ import pytest
 import crosstune
 from crosstune.data.load import load_rows
 from crosstune.deploy import average, merge, rows_for
-from crosstune.errors import DataError, ModelError, RunError
+from crosstune.errors import CrosstuneError, DataError, ModelError, RunError
 from crosstune.fitting import fit
 from crosstune.nested import nested_cross_validate
 from crosstune.progress import Quiet
@@ -70,6 +70,28 @@ def test_a_run_without_a_fit_and_one_with_two_say_what_to_do(tiny, tmp_path):
         assert report.layers == 4
     with pytest.raises(RunError, match="no fit of trial 5"):
         merge(tmp_path / "run", tmp_path / "merged", trial=5)
+
+
+def test_a_result_stands_for_its_folder_and_one_prompt_for_a_list_of_one(tiny, tmp_path):
+    run_folds(tiny, tmp_path / "run")
+    result = crosstune.Result.read(tmp_path / "run")
+    assert crosstune.Result.read(result) == result
+    assert result.compare(result).sentence == result.compare(tmp_path / "run").sentence
+    assert crosstune.write_report(result) == tmp_path / "run/report.html"
+    assert average(result, tmp_path / "mean").rank == 12
+    fitted = fit(result, progress=Quiet())
+    merge(fitted, tmp_path / "merged")
+    sampling = Sampling(max_new_tokens=4)
+    named = list(crosstune.generate([str(tmp_path / "run")], ["Name one tree."], sampling=sampling))
+    for source in (result, fitted, tmp_path / "run", str(tmp_path / "run")):
+        assert [one.ids for one in crosstune.generate(source, "Name one tree.", sampling=sampling)] == [named[0].ids]
+
+
+def test_merging_on_a_device_that_is_not_there_is_refused(tiny, tmp_path):
+    run_folds(tiny, tmp_path / "run")
+    with pytest.raises(CrosstuneError, match="device"):
+        merge(tmp_path / "run/lanes/trial-0/fold-0/adapter", tmp_path / "merged", device="gpu")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_the_average_of_a_runs_folds_opens_and_merges(tiny, tmp_path):

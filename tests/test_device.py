@@ -13,7 +13,7 @@ from crosstune.memory import gpus as gpus_module
 from crosstune.memory.gpus import GIB, GPUS, find_gpu, free_ram_bytes, parse_bytes, present_gpus
 from crosstune.memory.precision import attention_kernel, choose_precision
 from crosstune.memory.visible import best_gpu, choose_gpu, show_gpus, visible_gpus
-from crosstune.model.device import choose_device, free_bytes, live_bytes, live_tensors, peak_bytes
+from crosstune.model.device import choose_device, free_bytes, live_bytes, live_tensors, named_device, peak_bytes
 from crosstune.sections import Device
 
 
@@ -49,6 +49,28 @@ def test_case_p01_bf16_is_refused_below_capability_8_and_auto_takes_fp16():
     assert choose_precision("auto", find_gpu("t4")).value == "fp16"
     assert "7.5" in choose_precision("auto", find_gpu("t4")).why
     assert choose_precision("auto", find_gpu("a100-40")).value == "bf16"
+
+
+def test_gpus_that_were_named_are_never_a_silent_cpu_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match=r"device.gpus is \[0, 1\]"):
+        choose_device(Device(gpus=(0, 1)))
+    assert choose_device(Device(kind="cpu", gpus=(0,))).device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu:0", "cuda:x", "CPU", ""])
+def test_a_word_that_is_no_device_is_refused_with_those_that_are(name):
+    with pytest.raises(DeviceError, match="is not known") as error:
+        named_device(name)
+    assert "cuda" in error.value.fix and error.value.exit_code == 2
+
+
+def test_a_word_for_a_device_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("cuda", "cuda:1"):
+        with pytest.raises(DeviceError, match="device-unavailable"):
+            named_device(name)
+    assert named_device("cpu", Device(precision="bf16")).precision.value == "bf16"
 
 
 def test_a_cpu_computes_in_fp32_unless_told_otherwise():

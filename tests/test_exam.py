@@ -251,7 +251,7 @@ def test_nested_cross_validation_scores_the_choice_on_rows_it_never_saw(tiny, co
         assert not set(inner) & set(outside) and len(inner) == 15, "no choice has seen the rows it is scored on"
         seen += outside
     assert sorted(seen) == list(range(1, 31))
-    again = nested_cross_validate(tree, progress=Quiet())
+    again = nested_cross_validate(**tree, progress=Quiet())
     assert again.to_json() == nested.to_json()
     assert "every outer fold chose train.learning_rate=0.01" in nested.sentence
     with pytest.raises(CrosstuneError, match="nested_cross_validate"):

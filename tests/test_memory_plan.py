@@ -180,7 +180,7 @@ def test_case_m05_plan_stays_below_1_gb_and_never_loads_torch():
 def test_case_m03_the_peak_is_taken_at_the_longest_row():
     lengths = [38] * 32 + [3511] + [38] * 7
     asked = recipe(train={"batch_size": 2}, device={"micro_batch": 2, "kind": "cpu", "lanes": 1})
-    found = explain(asked, memory="200GiB", lanes=1, lengths=lengths)
+    found = explain(asked.model_dump(), memory="200GiB", lanes=1, lengths=lengths)  # a mapping is a recipe
     told = found.to_json()
     assert (told["max_tokens"], told["pass_tokens"]) == (3511, 7022)
     assert any("length-outlier: row 33 has 3511 tokens" in note for note in told["notes"])

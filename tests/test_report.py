@@ -1,5 +1,6 @@
 """The report: one page from a run folder, everything escaped, nothing loaded from elsewhere."""
 
+import math
 from html.parser import HTMLParser
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from crosstune.errors import RunError
 from crosstune.recipe import Recipe
 from crosstune.report import report_page, sentence, write_report
-from crosstune.result import make_report
+from crosstune.result import Result, make_report
 from crosstune.store.run import Run
 
 LOSSES = {0: [3.0, 2.0, 1.5], 1: [3.1, 2.2, 1.7]}
@@ -77,3 +78,14 @@ def test_no_run_no_page(tmp_path):
     with pytest.raises(RunError):
         write_report(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_run_without_scores_says_so_and_one_without_a_finished_fold_has_nan_as_in_scikit_learn(tmp_path):
+    recipe = Recipe.build({"model": "m", "data": "rows.jsonl", "output": str(tmp_path / "run")})
+    with Run.open(recipe.output, recipe=recipe, data_hashes=[b"0" * 16] * 4, rows=[1, 2, 3, 4]) as run:
+        run.record("trials", trials=[{"trial": 0, "settings": {}}])
+        with pytest.raises(RunError, match="no lane is over"):
+            Result.read(tmp_path / "run").mean  # noqa: B018  # what a notebook cell does
+        run.record("lane_failed", trial=0, fold=0, reason="loss nan", step=1)
+    result = Result.read(tmp_path / "run")
+    assert math.isnan(result.mean) and all(map(math.isnan, result.interval95))

@@ -8,6 +8,7 @@ Questions are rendered and encoded as rows of training are, so that what is aske
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,11 +39,12 @@ from crosstune.export.saved import (
 )
 from crosstune.export.verify import quiet_products
 from crosstune.model.base import hub_arguments, load_base
-from crosstune.model.device import choose_device
-from crosstune.sections import Data, Device, Model
+from crosstune.model.device import named_device
+from crosstune.sections import Data, Model
 from crosstune.train.generate import Sampling
 
 BASE = "base"  # among the sources: the base of the first adapter, without any
+Source = str | os.PathLike[str]
 OnText = Callable[[str, int, str], None]  # source, number of the question (from 0), the next piece of its answer
 
 
@@ -99,8 +101,8 @@ class Answerer:
 
 
 def generate(
-    sources: Sequence[str],
-    asked: Sequence[str] | Rows,
+    sources: Source | Sequence[Source],
+    asked: str | Sequence[str] | Rows,
     *,
     sampling: Sampling | None = None,
     base: str | None = None,
@@ -111,15 +113,17 @@ def generate(
 ) -> Iterator[Answer]:
     """Yield the answer of every source to every question, question by question.
 
-    sources       "base", adapter folders or runs with a fit, merged folders, hub ids, .gguf files
-    asked         prompts (each one user turn), or rows as in training: their last answer is what is asked for
+    sources       one or several of "base", adapter folders or runs with a fit, merged folders, hub ids, .gguf files
+    asked         a prompt or several (each one user turn), or rows as in training: asked for their last answer
     sampling      default: greedy, at most 256 new tokens
     base          hub id, folder or .gguf of the adapters' base; default: the one that each names
     quantization  none, int8 or nf4 of the adapters' base; default: as it was trained
     on_text       called with every piece of text as it is made; the questions then run one by one
     """
     sampling = sampling or Sampling(max_new_tokens=256)
-    answerers = open_answerers(sources, base=base, quantization=quantization, device=device)
+    named = [os.fspath(one) for one in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
+    asked = [asked] if isinstance(asked, str) else asked
+    answerers = open_answerers(named, base=base, quantization=quantization, device=device)
     encoded = {answerer.name: encode_questions(asked, answerer.tokenizer) for answerer in answerers}
     count = len(encoded[answerers[0].name])
     each = 1 if on_text is not None else batch_size
@@ -135,7 +139,7 @@ def open_answerers(
     """Load the sources; adapters of one base share it. Refuses an adapter whose keys don't fit its base."""
     if not sources:
         raise ModelError("there is nothing to ask", "Name a run, an adapter, a merged folder, a hub id or 'base'.")
-    place = choose_device(Device.model_validate({"kind": device}))
+    place = named_device(device)
     folders = {source: adapter_folder(source) for source in sources if source != BASE and holds_adapter(source)}
     if BASE in sources and not folders:
         raise ModelError("'base' is the base of an adapter, and no adapter is named", "Name the model itself.")

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from crosstune.errors import ModelError
+from crosstune.model.device import named_device
 
 MOST_POSITIONS = 1024  # × a vocabulary of 128,256 × 4 bytes: 0.5 GB of reference logits
 # How far a stored number is from the true one, as a share of it: half a unit in the last place, or for int8 and NF4 the
@@ -215,7 +216,7 @@ class Loading:
         cls, device: str, num_parameters: int, stored: torch.dtype, *, trust_remote_code: bool = False
     ) -> Loading:
         """fp32 arithmetic where the model fits so (nothing but the stored rounding shows then), else its own dtype."""
-        where = torch.device(device)
+        where = named_device(device).device
         free_bytes = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else psutil.virtual_memory().available
         fits = num_parameters * 4 * 1.2 < free_bytes
         return cls(where, torch.float32 if fits else stored)

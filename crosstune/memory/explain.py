@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,7 +151,7 @@ class Explained:
 
 
 def explain(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | str | os.PathLike[str] | Mapping[str, Any],
     *,
     gpu: str | None = None,
     memory: str | None = None,
@@ -162,7 +163,8 @@ def explain(
     `lanes`: how many adapters are trained in all; default: folds x trials. `lengths`: tokens of each row; default: the
     recipe's data, tokenised. Raises CrosstuneError for mistakes; that nothing fits is an answer, not an error.
     """
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe.build(recipe) if isinstance(recipe, Mapping) else Recipe.load(recipe)
     shape = ModelShape.from_config(read_config(recipe.model))
     machine, free, notes = choose_machine(recipe, gpu, memory)
     precision = choose_precision(recipe.device.precision, machine)

@@ -12,7 +12,7 @@ import resource
 import sys
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import psutil
@@ -44,6 +44,12 @@ def choose_device(section: Device) -> Place:
     kind = section.kind
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if kind != "cuda" and section.gpus != "auto":
+            raise DeviceError(
+                f"device-unavailable: device.gpus is {list(section.gpus)}; torch {torch.__version__} sees no GPU "
+                f"({_why_no_cuda()})",
+                "Run 'crosstune doctor', or leave device.gpus out.",
+            )
     device = torch.device(kind)
     if kind == "cuda":
         if not torch.cuda.is_available():
@@ -62,6 +68,22 @@ def choose_device(section: Device) -> Place:
     machine = machine_of(device)
     precision = choose_precision(section.precision, machine)
     return Place(device, machine, precision, attention_kernel(machine, precision.value))
+
+
+def named_device(name: str, section: Device | None = None) -> Place:
+    """The device of a word: auto, cpu, mps, cuda or cuda:1; `section` has what else was asked (its precision)."""
+    kind, _, number = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda", "mps") or (number and not (kind == "cuda" and number.isdecimal())):
+        raise DeviceError(f"the device {name!r} is not known", "Name one of auto, cpu, cuda, cuda:1, mps.")
+    place = choose_device((section or Device()).model_copy(update={"kind": kind, "gpus": "auto"}))
+    if not number:
+        return place
+    if int(number) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"device-unavailable: there is no {name}; torch sees {torch.cuda.device_count()} GPU(s)",
+            "Run 'crosstune doctor', or name another.",
+        )
+    return replace(place, device=torch.device(name), machine=machine_of(torch.device(name)))
 
 
 @cache

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from crosstune.table import show_tables
 from crosstune.units import bytes_words, seconds_words
 
 COLUMNS = ("fold", "rows", "tokens", "base loss", "loss", "perplexity", "token acc.")
+MAY_GO = ("perplexity", "tokens", "token acc.", "rows")  # the first first, where a terminal is too narrow
 
 
 def show_scores(report: Mapping[str, Any]) -> None:
@@ -15,8 +17,7 @@ def show_scores(report: Mapping[str, Any]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)  # settings have brackets: [q_proj,v_proj]
-    for trial in report["trials"]:
-        console.print(score_table(trial))
+    show_tables([score_table(trial) for trial in report["trials"]], console, may_go=MAY_GO)
     if len(report["trials"]) > 1 or report["baselines"].get("few-shot"):
         console.print(report["conclusion"], soft_wrap=True)
         for warning in report["warnings"]:
@@ -39,9 +40,10 @@ def score_table(trial: Mapping[str, Any]) -> Any:
     """One trial: a line a fold, then the mean and its 95% interval."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     settings = ", ".join(f"{key}={value}" for key, value in trial["settings"].items())
-    table = Table(title=f"trial {trial['trial']}" + (f": {settings}" if settings else ""), box=box.SIMPLE)
+    table = Table(title=Text(f"trial {trial['trial']}" + (f": {settings}" if settings else "")), box=box.SIMPLE)
     table.title_justify = "left"
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)

@@ -34,26 +34,32 @@ def random_model(shape: str, quantization: str, device: torch.device, *, vocab: 
     )
     config._attn_implementation = "sdpa"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    draw = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
+    fill(model, quantization, device, seed=seed).generation_config = GenerationConfig(
+        bos_token_id=360, eos_token_id=368
+    )
+    return model.eval().requires_grad_(False)
+
+
+def fill(model: Any, quantization: str, device: torch.device, *, seed: int = 0) -> Any:
+    """Give a model on meta random weights on the device, quantised as asked. Biases are zero."""
+    draw, head, dtype = torch.Generator(device).manual_seed(seed), model.get_output_embeddings(), model.dtype
     for name, module in list(model.named_modules()):
         parent, _, leaf = name.rpartition(".")
         home = model.get_submodule(parent)
-        if isinstance(module, nn.Linear) and name != "lm_head":
+        if isinstance(module, nn.Linear) and module is not head:
             setattr(home, leaf, _linear(module, quantization, dtype, device, draw))
         elif isinstance(module, nn.Linear | nn.Embedding):
-            if not (name == "lm_head" and config.tie_word_embeddings):
+            if not (module is head and model.config.tie_word_embeddings):
                 module.weight = nn.Parameter(_normal(module.weight.shape, dtype, device, draw), requires_grad=False)
         elif name.endswith("norm"):
-            module.weight = nn.Parameter(
-                torch.ones(module.weight.shape, dtype=dtype, device=device), requires_grad=False
-            )
+            ones = torch.ones(module.weight.shape, dtype=dtype, device=device)
+            module.weight = nn.Parameter(ones, requires_grad=False)
         elif name.endswith("rotary_emb"):
-            setattr(home, leaf, type(module)(config).to(device))
+            setattr(home, leaf, type(module)(model.config).to(device))
     model.tie_weights()
-    model.generation_config = GenerationConfig(bos_token_id=360, eos_token_id=368)
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def _normal(shape: torch.Size, dtype: torch.dtype, device: torch.device, draw: torch.Generator) -> torch.Tensor:
@@ -61,6 +67,15 @@ def _normal(shape: torch.Size, dtype: torch.dtype, device: torch.device, draw: t
 
 
 def _linear(
+    module: nn.Linear, quantization: str, dtype: torch.dtype, device: torch.device, draw: torch.Generator
+) -> nn.Module:
+    made = _quantized(module, quantization, dtype, device, draw)
+    if module.bias is not None:
+        made.bias = nn.Parameter(torch.zeros(module.bias.shape, dtype=dtype, device=device), requires_grad=False)
+    return made
+
+
+def _quantized(
     module: nn.Linear, quantization: str, dtype: torch.dtype, device: torch.device, draw: torch.Generator
 ) -> nn.Module:
     weight = _normal(module.weight.shape, dtype, device, draw)

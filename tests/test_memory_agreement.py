@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.memory import MODELS, grid
+from bench.memory.grid import MODELS, grid
 from crosstune.memory.estimate import Settings, estimate
 from crosstune.memory.gpus import MIB, find_gpu, this_cpu
 from crosstune.memory.shape import ModelShape

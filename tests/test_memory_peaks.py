@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.memory import MODELS
+from bench.memory.grid import MODELS
 from crosstune.memory.block import Settings
 from crosstune.memory.gpus import find_gpu
 from crosstune.memory.peaks import cache_bytes, merge_bytes, peaks, rows_a_lane

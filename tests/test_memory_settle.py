@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.memory import MODELS
+from bench.memory.grid import MODELS
 from crosstune.errors import DeviceError
 from crosstune.memory.gpus import GIB, find_gpu
 from crosstune.memory.plan import plan_memory

@@ -1,6 +1,6 @@
 """What a rehearsal goes through, on any device: recorded passes, two optimizer steps, a batch of an evaluation.
 
-On a GPU it is what `bench/memory.py` reads; on meta tensors (train/rehearse.py) it is traced.
+On a GPU it is what `bench/memory/readings.py` reads; on meta tensors (train/rehearse.py) it is traced.
 """
 
 from __future__ import annotations

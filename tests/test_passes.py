@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from crosstune.data.batches import PassSize, collate, pass_size
+from crosstune.data.batches import PassSize, collate, pass_size, units_of_step
 from crosstune.model.attach import attached
 from crosstune.train.cutting import Cutting, sizes_of_wave
 from crosstune.train.graph import MOST_GRAPHS, RECORDING, best_runs, choose_sizes
@@ -94,6 +94,16 @@ def test_the_passes_to_come_are_those_that_the_lanes_make(base):
         for lane in lanes:
             lane.step += lane.is_fed
     assert told == found
+
+
+def test_an_epochs_order_is_drawn_once_however_often_its_steps_are_looked_at(monkeypatch):
+    units, drawn, real = [(row,) for row in range(50)], [], np.random.Philox
+    monkeypatch.setattr(np.random, "Philox", lambda key: drawn.append(key) or real(key=key))
+    steps = [units_of_step(units, seed=90210, step=step, batch_size=8) for step in (*range(14), *range(14))]
+    assert drawn == [[90210, 0], [90210, 1]]
+    for epoch in (0, 1):
+        plain = np.random.Generator(real(key=[90210, epoch])).permutation(50)
+        assert [row for step in steps[7 * epoch : 7 * epoch + 7] for (row,) in step] == plain.tolist()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

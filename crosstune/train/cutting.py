@@ -70,18 +70,11 @@ def choose_cutting(slots: Slots, lanes: Sequence[Lane], tokens: Tokens, micro_ba
     even = Cutting(micro_batch, LENGTH_MULTIPLE[device_type])
     if not (FLAT_ON[kind_of(slots.base.device, slots.base.dtype)] and slots.takes_flat):
         return even
-    every = [[int(tokens.lengths[row]) for row in unit] for lane in lanes for unit in lane.units]
-    packed = any(len(unit) > 1 for unit in every)
     only_even = slots.is_recordable(flat=False) and not slots.is_recordable(flat=True)
     least = launch_of(slots, lanes_apart=len(lanes)) if only_even else 0.0
-    real = computed = 0.0
-    for units_K in steps_of_wave(lanes):
-        for units in even.cut(units_K, tokens):
-            size = even.size(units, tokens)
-            computed += len(lanes) * size.rows * size.width
-            real += max(least, sum(int(tokens.lengths[row]) for of_lane in units for unit in of_lane for row in unit))
-    if not packed and (computed == 0 or 1 - real / computed <= WASTE):
+    if not _is_packed_or_padded(lanes, tokens, even, least):
         return even
+    every = [[int(tokens.lengths[row]) for row in unit] for lane in lanes for unit in lane.units]
     widest, longest = max(map(sum, every), default=1), max(map(max, every), default=1)
     return Cutting(micro_batch, even.multiple, len(lanes) * micro_batch * aligned(widest), longest)
 
@@ -93,6 +86,19 @@ def launch_of(slots: Slots, *, lanes_apart: int = 0) -> float:
     parameters = sum(inputs * outputs for inputs, outputs in linear_sizes(slots.base).values())
     layers, machine = len(slots.base.decoder_layers), machine_of(slots.base.device)
     return launch_tokens(layers, parameters, machine, lanes_apart=lanes_apart)
+
+
+def _is_packed_or_padded(lanes: Sequence[Lane], tokens: Tokens, even: Cutting, least: float) -> bool:
+    """Rows share a unit, or even passes would be padding for more than WASTE. A flat pass counts as `least` or more."""
+    if any(len(unit) > 1 for lane in lanes for unit in lane.units):
+        return True
+    real = computed = 0.0
+    for units_K in steps_of_wave(lanes):
+        for units in even.cut(units_K, tokens):
+            size = even.size(units, tokens)
+            computed += len(lanes) * size.rows * size.width
+            real += max(least, sum(int(tokens.lengths[row]) for of_lane in units for unit in of_lane for row in unit))
+    return computed > 0 and 1 - real / computed > WASTE
 
 
 def sizes_of_wave(lanes: Sequence[Lane], tokens: Tokens, cutting: Cutting) -> Counter[PassSize]:

@@ -210,6 +210,13 @@ def test_scores_do_not_depend_on_how_evaluation_is_batched(base, most_tokens, mo
         np.testing.assert_allclose(one.nll, other.nll, rtol=1e-5)
 
 
+def test_an_evaluation_copies_only_what_scoring_reads_to_the_device(base, monkeypatch):
+    copied, real = [], DeviceBatch.of
+    monkeypatch.setattr(DeviceBatch, "of", lambda *given: copied.append(real(*given)) or copied[-1])
+    score_base(base, random_tokens(), range(24), most_tokens=200)
+    assert len(copied) > 1 and all(batch.ends_K is not None and batch.spot_KS is None for batch in copied)
+
+
 @pytest.mark.parametrize("lies_flat", [False, True])
 @pytest.mark.parametrize("name", ["out", "down"])
 def test_a_small_adapter_is_not_rounded_away_beside_a_large_residual(tiny, name, lies_flat):

@@ -60,7 +60,7 @@ class Batch:
     # Of a flat pass only (flat.py), whose N and K above are 1:
     cuts_R: NDArray[np.int32] | None = None  # where rows begin and end
     ends_K: NDArray[np.int32] | None = None  # where each lane's tokens end
-    spot_KS: NDArray[np.int64] | None = None  # places of each lane's targets among all; behind the last where padded
+    spot_KS: NDArray[np.int64] | None = None  # of targets to learn: each lane's among all; behind the last where padded
 
     def lane_of_target(self) -> NDArray[np.int64]:
         """The lane of each target, of `row_KS`'s shape; meaningless where padded."""
@@ -135,14 +135,15 @@ def collate(
     tokens: Tokens,
     units_K: Sequence[Sequence[Unit]],
     *,
-    weights_K: Sequence[float],
+    weights_K: Sequence[float] | None = None,
     dropout_K: Sequence[tuple[int, int]] | None = None,
     multiple: int = 1,
     size: PassSize | None = None,
 ) -> Batch:
     """Arrays of one pass. `weights_K`: weight of a target of each lane; `dropout_K`: (lane seed, step) of each lane.
 
-    A lane with fewer units than the others gets rows of padding. `size`: larger than needed, where one is fixed.
+    A lane with fewer units than the others gets rows of padding. No weights: nothing is to be learned. `size`: larger
+    than needed, where one is fixed.
     """
     size = size or pass_size(tokens, units_K, multiple)
     num_lanes, rows_each, width = len(units_K), size.rows, size.width
@@ -167,7 +168,7 @@ def collate(
                 where = np.flatnonzero(learn)
                 found[lane].append((place * width + start + where - 1, ids[where].astype(np.int64), row))
                 start, num_tokens = stop, num_tokens + len(ids)
-    targets = _targets(found, weights_K, size.targets)
+    targets = _targets(found, weights_K or [0.0] * num_lanes, size.targets)
     return Batch(ids_NT, position_NT, *targets, _keys(key_NT, num_lanes), num_tokens, size)
 
 

@@ -58,7 +58,7 @@ def collate_flat(
     tokens: Tokens,
     units_K: Sequence[Sequence[Unit]],
     *,
-    weights_K: Sequence[float],
+    weights_K: Sequence[float] | None = None,
     dropout_K: Sequence[tuple[int, int]] | None = None,
     size: PassSize,
 ) -> Batch:
@@ -66,7 +66,7 @@ def collate_flat(
     ids_1N = np.full((1, size.width), tokens.pad_id, np.int64)
     position_1N = np.zeros((1, size.width), np.int64)
     key_1N = np.zeros((1, size.width), np.uint32) if dropout_K else None
-    cuts, ends, num_tokens, at = [0], [], 0, 0
+    weights, cuts, ends, num_tokens, at = weights_K or [0.0] * len(units_K), [0], [], 0, 0
     index, target, weight, row_of, counts = [], [], [], [], []
     for lane, units in enumerate(units_K):
         counts.append(0)
@@ -79,7 +79,7 @@ def collate_flat(
             where = np.flatnonzero(learn)
             index.append(at + where - 1)
             target.append(ids[where].astype(np.int64))
-            weight.append(np.full(len(where), weights_K[lane], np.float32))
+            weight.append(np.full(len(where), weights[lane], np.float32))
             row_of.append(np.full(len(where), row, np.int64))
             counts[-1] += len(where)
             cuts.append(stop)
@@ -94,7 +94,7 @@ def collate_flat(
         _padded(index, count, 0), _padded(target, count, 0), _padded(weight, count, 0.0, np.float32),
         _padded(row_of, count, -1), None if key_1N is None else key_1N.view(np.int32),
         num_tokens, size,
-        _cuts(cuts, size, len(units_K)), np.array(ends, np.int32), _spots(counts, count),
+        _cuts(cuts, size, len(units_K)), np.array(ends, np.int32), _spots(counts, count) if weights_K else None,
     )  # fmt: skip
 
 

@@ -134,8 +134,7 @@ def _flat_batches(
             units_K[lane].append((row,))
             taken, left = taken + 1, left - length
         waiting = waiting[taken:]
-        size = flat_size(tokens, units_K, longest)
-        yield collate_flat(tokens, units_K, weights_K=[0.0] * len(rows_K), size=size)
+        yield collate_flat(tokens, units_K, size=flat_size(tokens, units_K, longest))
 
 
 def _batches(tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str, most_tokens: int) -> Iterator[Batch]:
@@ -147,10 +146,6 @@ def _batches(tokens: Tokens, rows_K: Sequence[Sequence[int]], device_type: str, 
     while any(place < len(queue) for queue in queues):
         longest = max(int(tokens.lengths[queue[place][0]]) for queue in queues if place < len(queue))
         each = max(1, most_tokens // (len(queues) * longest))
-        yield collate(
-            tokens,
-            [queue[place : place + each] for queue in queues],
-            weights_K=[0.0] * len(queues),
-            multiple=LENGTH_MULTIPLE[device_type],
-        )
+        units_K = [queue[place : place + each] for queue in queues]
+        yield collate(tokens, units_K, multiple=LENGTH_MULTIPLE[device_type])
         place += each

@@ -1,4 +1,4 @@
-"""Clean files broken in each of the ways of `tests/breaks.py`, 2,000 times: each break is found, with its row, and only it."""
+"""Clean files broken in each of the ways of `tests/breaks/`, 2,000 times: each break is found, with its row, and only it."""
 
 from __future__ import annotations
 

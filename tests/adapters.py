@@ -1,12 +1,13 @@
-"""Random adapters for a model folder, under PEFT's names."""
+"""Random adapters for a model folder, under PEFT's names, and exported."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from crosstune.export import save_adapter
 from crosstune.sections import Lora
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -38,4 +39,21 @@ def random_adapter(
             torch.randn(lora.rank, width, generator=generator) / width**0.5
         )
         tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(out, lora.rank, generator=generator) * spread
+    return tensors
+
+
+def export(
+    folder: Path, base: Path, lora: Lora, targets: tuple[str, ...] = ("q_proj", "v_proj"), *, tensors=None, **changed
+) -> dict[str, torch.Tensor]:
+    tensors = tensors or random_adapter(base, lora, targets)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.pad_token_id = 364
+    options = {
+        "target_names": target_modules(base, targets),
+        "base_name": str(base),
+        "tokenizer": tokenizer,
+        "stop_ids": (361, 368),
+        "card": {"fold": 3, "rows": 12, "settings": {"rank": lora.rank}, "scores": {"loss": 1.25}},
+    }
+    save_adapter(folder, tensors, lora, **{**options, **changed})
     return tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,14 @@ settings.load_profile("crosstune")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny `instruct` model."""
     return make_tiny(tmp_path_factory.mktemp("tiny") / "instruct")
+
+
+@pytest.fixture(scope="session")
+def plain(tiny: Path) -> Any:
+    """The tiny tokenizer as AutoTokenizer gives it: the oracle's."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny)
 
 
 @pytest.fixture

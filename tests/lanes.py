@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,22 @@ class PlanOf:
     free_bytes: int = 1
     recorded: int = 1
     copies: bool = False
+
+
+@dataclass
+class Shrinking(PlanOf):
+    """A plan that knows smaller ones: fewer rows a pass, then recomputed layers, then none."""
+
+    micro_batch: int = 4
+    lanes: int = 3
+
+    def smaller(self):
+        if self.micro_batch > 1:
+            return replace(self, micro_batch=self.micro_batch // 2)
+        return replace(self, checkpointed_layers=self.checkpointed_layers + 1) if self.checkpointed_layers < 2 else None
+
+    def smaller_evaluation(self):
+        return replace(self, evaluate_tokens=self.evaluate_tokens // 2) if self.evaluate_tokens > 200 else None
 
 
 @dataclass

@@ -19,8 +19,7 @@ from crosstune.train.lane import Lane
 from crosstune.train.recover import PlanChanged
 from crosstune.train.run_wave import run_wave
 from crosstune.train.step import step_batches
-from tests.lanes import Outcome, fold_job, fp32_base, same_adapter, tokens_of
-from tests.test_recover import Shrinking
+from tests.lanes import Outcome, Shrinking, fold_job, fp32_base, same_adapter, tokens_of
 
 
 @dataclass

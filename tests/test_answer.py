@@ -16,8 +16,7 @@ from crosstune.export import generate, merge
 from crosstune.export.answer import encode_questions
 from crosstune.sections import Data, Lora
 from crosstune.train.generate import Sampling
-from tests.adapters import TARGETS, random_adapter
-from tests.test_export import export
+from tests.adapters import TARGETS, export, random_adapter
 
 PROMPTS = ["Name one tree.", "Where is the kettle, and which shelf holds the jar?", "Name one metal."]
 SHORT = Sampling(max_new_tokens=12)

@@ -172,7 +172,7 @@ from pathlib import Path
 
 from crosstune.errors import RunError
 from crosstune.sections import Lora
-from tests.test_export import export
+from tests.adapters import export
 
 disk, model = map(Path, sys.argv[1:])
 ballast, full = disk / "ballast", 0
@@ -202,7 +202,7 @@ from pathlib import Path
 from crosstune.errors import CrosstuneError
 from crosstune.export import merge
 from crosstune.sections import Lora
-from tests.test_export import export
+from tests.adapters import export
 
 disk, model = map(Path, sys.argv[1:])
 export(disk / "adapter", model, Lora(rank=4))

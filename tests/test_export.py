@@ -16,30 +16,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from crosstune.errors import RunError
-from crosstune.export import save_adapter
 from crosstune.export.serve import go_template, serve_commands, write_modelfile
 from crosstune.export.turns import plain_turns
 from crosstune.sections import Lora
-from tests.adapters import TARGETS, random_adapter, target_modules
+from tests.adapters import TARGETS, export, target_modules
 
 I02 = re.compile(r"^base_model\.model\.model\.layers\.[01]\.self_attn\.[qv]_proj\.lora_[AB]\.weight$")
-
-
-def export(
-    folder: Path, base: Path, lora: Lora, targets: tuple[str, ...] = ("q_proj", "v_proj"), *, tensors=None, **changed
-) -> dict[str, torch.Tensor]:
-    tensors = tensors or random_adapter(base, lora, targets)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.pad_token_id = 364
-    options = {
-        "target_names": target_modules(base, targets),
-        "base_name": str(base),
-        "tokenizer": tokenizer,
-        "stop_ids": (361, 368),
-        "card": {"fold": 3, "rows": 12, "settings": {"rank": lora.rank}, "scores": {"loss": 1.25}},
-    }
-    save_adapter(folder, tensors, lora, **{**options, **changed})
-    return tensors
 
 
 def logits_by_hand(base: Path, tensors: dict[str, torch.Tensor], scale: float, ids: torch.Tensor) -> torch.Tensor:

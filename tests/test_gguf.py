@@ -15,9 +15,8 @@ from crosstune.errors import ModelError, RunError
 from crosstune.export import merge
 from crosstune.export.gguf import Layout, rope_factors, write_gguf
 from crosstune.sections import Lora
-from tests.adapters import TARGETS
-from tests.test_export import export
-from tests.test_merge import logits, with_adapter
+from tests.adapters import TARGETS, export
+from tests.merging import logits, with_adapter
 from tests.tiny import make_tiny
 
 

@@ -13,8 +13,7 @@ from crosstune.sections import Device, Model
 from crosstune.train import wave as wave_module
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.recover import PlanChanged
-from tests.lanes import fold_job, random_tokens, run, same_adapter
-from tests.test_recover import Shrinking
+from tests.lanes import Shrinking, fold_job, random_tokens, run, same_adapter
 
 pytestmark = pytest.mark.gpu
 

@@ -27,9 +27,8 @@ from crosstune.train.lane import Status
 from crosstune.train.recover import PlanChanged
 from crosstune.train.run_wave import run_wave
 from tests.kill_run import digests
-from tests.lanes import Outcome, PlanOf, fold_job, fp32_base, random_tokens
+from tests.lanes import Outcome, PlanOf, Shrinking, fold_job, fp32_base, random_tokens
 from tests.test_faults import asked
-from tests.test_recover import Shrinking
 
 real_save = record_module.save_adapter
 

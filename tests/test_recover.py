@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -24,23 +24,7 @@ from crosstune.train.fault import WaveFault
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.recover import LeakWatch, PlanChanged, is_out_of_memory, smaller_plan
 from crosstune.train.run_wave import run_wave
-from tests.lanes import Outcome, PlanOf, fold_job, fp32_base, random_tokens, same_adapter
-
-
-@dataclass
-class Shrinking(PlanOf):
-    """A plan that knows smaller ones: fewer rows a pass, then recomputed layers, then none."""
-
-    micro_batch: int = 4
-    lanes: int = 3
-
-    def smaller(self):
-        if self.micro_batch > 1:
-            return replace(self, micro_batch=self.micro_batch // 2)
-        return replace(self, checkpointed_layers=self.checkpointed_layers + 1) if self.checkpointed_layers < 2 else None
-
-    def smaller_evaluation(self):
-        return replace(self, evaluate_tokens=self.evaluate_tokens // 2) if self.evaluate_tokens > 200 else None
+from tests.lanes import Outcome, PlanOf, Shrinking, fold_job, fp32_base, random_tokens, same_adapter
 
 
 class OutOfMemoryAt(TorchDispatchMode):

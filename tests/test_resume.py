@@ -23,8 +23,7 @@ from crosstune.train.events import LaneEvaluated, LaneFinished, LaneRetired
 from crosstune.train.lane import LaneJob
 from crosstune.train.recover import PlanChanged
 from crosstune.train.run_wave import run_wave
-from tests.lanes import Outcome, PlanOf, fold_job, fp32_base, random_tokens, run
-from tests.test_recover import Shrinking
+from tests.lanes import Outcome, PlanOf, Shrinking, fold_job, fp32_base, random_tokens, run
 
 TOKENS = random_tokens()
 

@@ -20,8 +20,7 @@ from crosstune.train.events import LaneFinished, WaveFinished
 from crosstune.train.recover import PlanChanged, WaveSplit
 from crosstune.train.run_wave import run_wave
 from crosstune.train.split import halves, join, lane_names, parts_of
-from tests.lanes import Outcome, fold_job, fp32_base, random_tokens, run, same_adapter
-from tests.test_recover import Shrinking
+from tests.lanes import Outcome, Shrinking, fold_job, fp32_base, random_tokens, run, same_adapter
 from tests.tiny import CASES
 
 LANES = 5

@@ -1,88 +1,26 @@
-"""Ids and targets: equal to slow plain code and to TRL; padding, truncation, cache."""
+"""Ids and targets: equal to slow plain code and to TRL; control tokens, truncation."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crosstune.data.encode import Encoder
 from crosstune.data.load import leave_out, load_rows
-from crosstune.data.render import Span
-from crosstune.data.rows import Rows
-from crosstune.data.tokenizer import load_tokenizer, ready_tokenizer
-from crosstune.data.tokens import Tokens, tokenize
-from crosstune.errors import ModelError
-from crosstune.sections import Data, Model
-from tests.tiny import CASES, INSTRUCT, OPEN, TURN
-
-BOS_ID, EOS_ID, PAD_ID, OPEN_ID, CLOSE_ID, EOT_ID = 360, 361, 364, 366, 367, 368
-
-
-@pytest.fixture(scope="session")
-def plain(tiny: Path):
-    """The tiny tokenizer as AutoTokenizer gives it: the oracle's."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(tiny)
-
-
-def folder(tmp_path: Path, *, name: str = "model", **config: Any) -> str:
-    """A model folder that holds a tokenizer only."""
-    out = tmp_path / name
-    out.mkdir()
-    (out / "tokenizer.json").write_bytes((CASES / "tokenizer.json").read_bytes())
-    base = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>",
-            "model_max_length": 8192, "chat_template": INSTRUCT}  # fmt: skip
-    (out / "tokenizer_config.json").write_text(json.dumps({**base, **config}))
-    return str(out)
-
-
-def encode(source: Any, tokenizer: Any, *, cache: Path | None = None, **options: Any) -> Tokens:
-    rows = source if isinstance(source, Rows) else load_rows(source, Data(path="x"))
-    return tokenize(rows, tokenizer, Data(path="x", **options), cache=cache, limit=8192)
-
-
-def said(tokens: Tokens) -> dict[str, Any]:
-    return {finding.code: finding for finding in tokens.findings if finding.severity != "note"}
-
-
-def plain_row(tokenizer: Any, record: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Ids and labels of one row from their definition, turn by turn, through no library but the tokenizer."""
-
-    def part(text: str, learn: int) -> None:
-        got = tokenizer.encode(text, add_special_tokens=False)
-        ids.extend(got)
-        labels.extend([learn] * len(got))
-
-    ids, labels = [tokenizer.bos_token_id], [0]
-    if "messages" not in record:
-        part(record["prompt"], 0)
-        part(record["completion"], 1)
-        return [*ids, tokenizer.eos_token_id], [*labels, 1]
-    for message in record["messages"]:
-        for text in ("<|start_header_id|>", message["role"], "<|end_header_id|>", "\n\n"):
-            part(text, 0)
-        part(message["content"].strip(), int(message["role"] == "assistant"))
-        part("<|eot_id|>", int(message["role"] == "assistant"))
-    return ids, labels
-
-
-def agree(tokens: Tokens, tokenizer: Any, records: list[dict[str, Any]]) -> None:
-    for i, record in enumerate(records):
-        ids, labels = plain_row(tokenizer, record)
-        got, learn = tokens.row(i)
-        assert got.tolist() == ids and learn.astype(int).tolist() == labels, record
-
-
-def records_of(cases: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (cases / f"{name}.jsonl").read_text(encoding="utf-8-sig").splitlines()]
-
+from crosstune.data.tokens import tokenize
+from crosstune.sections import Data
+from tests.encoding import (
+    BOS_ID,
+    CLOSE_ID,
+    EOT_ID,
+    OPEN_ID,
+    agree,
+    encode,
+    plain_row,
+    records_of,
+    said,
+)
 
 # --- equal to slow plain code and to TRL ---------------------------------------------------------------------------
 
@@ -185,14 +123,6 @@ def test_every_row_has_one_bos_at_its_start(cases, plain):  # T02
             assert np.flatnonzero(tokens.row(i)[0] == BOS_ID).tolist() == [0]
 
 
-def test_a_tokenizer_that_adds_no_bos_gets_none_in_plain_text_and_the_templates_in_a_conversation(tmp_path, plain):
-    tokenizer = load_tokenizer(Model(name=folder(tmp_path)))
-    tokenizer.backend_tokenizer.post_processor = __import__("tokenizers").processors.ByteLevel()
-    assert tokenizer("a")["input_ids"] == plain("a", add_special_tokens=False)["input_ids"]
-    assert BOS_ID not in encode([{"text": "a"}], tokenizer).ids
-    assert encode([{"messages": [{"role": "assistant", "content": "a"}]}], tokenizer).ids.tolist().count(BOS_ID) == 1
-
-
 def test_kept_control_tokens_are_ordinary_characters(cases, plain):  # T06
     tokens = encode(cases / "T06-special-in-content.jsonl", plain, special_text="keep")
     records = records_of(cases, "T06-special-in-content")
@@ -207,83 +137,6 @@ def test_kept_control_tokens_are_ordinary_characters(cases, plain):  # T06
     assert [(refused.row(1)[0] == n).sum() for n in (OPEN_ID, EOT_ID)] == [3, 3], (
         "rendered to a string they forge a turn"
     )
-
-
-# --- padding and stop tokens ---------------------------------------------------------------------------------------
-
-
-def test_padding_is_chosen_so_that_it_stops_nothing_and_adds_nothing(tmp_path, cases):  # T01
-    ready = ready_tokenizer(Model(name=folder(tmp_path)))
-    assert (ready.pad_id, ready.tokenizer.pad_token_id, ready.stop_ids) == (PAD_ID, PAD_ID, (EOT_ID,))
-    assert len(ready.tokenizer) == 369
-    assert [(f.code, f.severity) for f in ready.findings] == [("pad-chosen", "note")]
-    tokens = encode(cases / "chat8.jsonl", ready.tokenizer)
-    assert tokens.ids[tokens.learn].tolist().count(EOT_ID) == 8 and tokens.targets.sum() == 47
-    assert tokens.pad_id == PAD_ID
-
-
-def test_padding_that_is_asked_for_is_taken_and_warned_of_if_it_stops(tmp_path, cases):  # T01
-    asked = ready_tokenizer(Model(name=folder(tmp_path), pad_token="<|eot_id|>"))
-    assert asked.pad_id == EOT_ID and [(f.code, f.severity) for f in asked.findings] == [
-        ("pad-is-stop-token", "warning")
-    ]
-    tokens = encode(cases / "chat8.jsonl", asked.tokenizer)
-    assert tokens.ids[tokens.learn].tolist().count(EOT_ID) == 8 and tokens.targets.sum() == 47
-    harmless = ready_tokenizer(Model(name=folder(tmp_path, name="b"), pad_token="<|reserved_special_token_28|>"))
-    assert harmless.pad_id == 365 and not harmless.findings
-
-
-def test_a_tokenizer_that_pads_with_its_stop_token_gets_another(tmp_path):
-    ready = ready_tokenizer(Model(name=folder(tmp_path, pad_token="<|eot_id|>")))
-    assert ready.pad_id == PAD_ID and [(f.code, f.severity) for f in ready.findings] == [("pad-chosen", "note")]
-    assert "<|eot_id|> (368), ends texts" in ready.findings[0].message
-    own = ready_tokenizer(Model(name=folder(tmp_path, name="b", pad_token="<|reserved_special_token_28|>")))
-    assert own.pad_id == 365 and not own.findings
-
-
-def test_a_tokenizer_that_was_passed_in_is_not_changed(plain):
-    ready = ready_tokenizer(Model(name="in-memory"), plain)
-    assert ready.pad_id == PAD_ID and plain.pad_token is None
-
-
-def test_a_padding_token_that_is_not_there_is_refused_with_near_ones(tmp_path):
-    with pytest.raises(ModelError, match="not in the vocabulary") as caught:
-        load_tokenizer(Model(name=folder(tmp_path), pad_token="<|finetune_pad_id|>"))
-    assert "<|finetune_right_pad_id|>" in caught.value.fix
-
-
-def test_stop_tokens_are_those_of_tokenizer_template_and_generation_config(tmp_path):
-    name = folder(tmp_path, eos_token="<|end_of_text|>")
-    assert ready_tokenizer(Model(name=name)).stop_ids == (EOS_ID, EOT_ID)
-    (Path(name) / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, 365]}))
-    assert ready_tokenizer(Model(name=name)).stop_ids == (EOS_ID, 365, EOT_ID)
-
-
-@pytest.mark.parametrize("name", ["./nothing", "/nothing/at/all", "nothing.gguf", "a/b/c/d"])
-def test_a_missing_model_is_refused_without_asking_the_hub(name):
-    with pytest.raises(ModelError, match="does not exist"):
-        load_tokenizer(Model(name=name))
-
-
-@pytest.mark.parametrize("text", ["", "{", "{}", '{"model": 5}'])
-def test_a_damaged_tokenizer_is_a_model_error(tmp_path, text):
-    name = folder(tmp_path)
-    (Path(name) / "tokenizer.json").write_text(text)
-    with pytest.raises(ModelError, match="can't be loaded"):
-        load_tokenizer(Model(name=name))
-
-
-def test_a_template_file_replaces_the_tokenizers_own(tmp_path, plain):
-    (tmp_path / "t.jinja").write_text(
-        "{{ messages[0].content }}{% for m in messages[1:] %}{{ m.content + eos_token }}{% endfor %}"
-    )
-    tokenizer = load_tokenizer(Model(name=folder(tmp_path), chat_template=str(tmp_path / "t.jinja")))
-    tokens = encode(
-        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}], tokenizer
-    )
-    assert plain.decode(tokens.ids) == "ab<|eot_id|>" and tokens.learn.tolist() == [False, True, True]
-    with pytest.raises(ModelError, match="can't be read"):
-        load_tokenizer(Model(name=folder(tmp_path, name="b"), chat_template="nothing.jinja"))
 
 
 # --- truncation ----------------------------------------------------------------------------------------------------
@@ -342,123 +195,8 @@ def test_a_template_that_leaves_tool_calls_out_is_an_error_naming_the_rows(cases
     assert finding.severity == "error" and finding.rows == (1, 2) and "tool_calls" in finding.message
 
 
-# --- templates that always open a turn, and the cache --------------------------------------------------------------
-
-
-def test_a_trailing_header_is_cut_and_the_cache_knows_the_template(tmp_path, cases):  # T04
-    genprompt = load_tokenizer(Model(name=folder(tmp_path, name="genprompt", chat_template=TURN + OPEN)))
-    instruct = load_tokenizer(Model(name=folder(tmp_path, name="instruct")))
-    cache = tmp_path / "cache"
-    first = encode(cases / "chat8.jsonl", genprompt, cache=cache)
-    assert said(first)["template-always-opens-turn"].severity == "warning"
-    for i in range(8):
-        ids, _ = first.row(i)
-        assert ids[-1] == EOT_ID and (ids == OPEN_ID).sum() == 2
-    assert first.targets.sum() == 47
-    second, fresh = encode(cases / "chat8.jsonl", instruct, cache=cache), encode(cases / "chat8.jsonl", instruct)
-    assert second.ids.tolist() == fresh.ids.tolist() and len(second.ids) == 191 and second.targets.sum() == 47
-    assert first.fingerprint != second.fingerprint == fresh.fingerprint and not said(second)
-
-
-def test_a_cached_run_encodes_nothing_and_gives_the_same(tmp_path, cases, plain, monkeypatch):
-    cache = tmp_path / "deep" / "cache"
-    first = encode(cases / "D09-long.jsonl", plain, cache=cache, max_tokens=64)
-    monkeypatch.setattr(Encoder, "rows", lambda *_: pytest.fail("encoded again"))
-    again = encode(cases / "D09-long.jsonl", plain, cache=cache, max_tokens=64)
-    assert again.findings == first.findings and again.fingerprint == first.fingerprint
-    for name in ("ids", "learn", "starts", "numbers"):
-        one, two = first.__dict__[name], again.__dict__[name]
-        assert one.dtype == two.dtype and one.tolist() == two.tolist()
-
-
-@pytest.mark.parametrize(
-    "change", [{"max_tokens": 63}, {"learn": "all"}, {"special_text": "keep"}, {"answer_after": "x"}, {"rows": 1}, {"eos": 1}]
-)  # fmt: skip
-def test_whatever_changes_ids_or_targets_changes_the_fingerprint(cases, tmp_path, change):
-    rows = load_rows(cases / "D09-long.jsonl", Data(path="x"))
-    tokenizer = load_tokenizer(Model(name=folder(tmp_path)))
-    before = encode(rows, tokenizer, max_tokens=64).fingerprint
-    if "rows" in change:
-        after = encode(rows.without([1]), tokenizer, max_tokens=64)
-    elif "eos" in change:
-        tokenizer.eos_token = "<|end_of_text|>"
-        after = encode(rows, tokenizer, max_tokens=64)
-    else:
-        after = encode(rows, tokenizer, **{"max_tokens": 64, **change})
-    assert before != after.fingerprint
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda b: b[:-50],
-        lambda b: b"",
-        lambda b: b"PK" + b[5:],
-        lambda b: b[: len(b) // 2] + bytes(40) + b[len(b) // 2 + 40 :],
-    ],
-)
-def test_a_damaged_cache_is_made_anew(tmp_path, cases, plain, damage):
-    first = encode(cases / "chat8.jsonl", plain, cache=tmp_path)
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(damage(file.read_bytes()))
-    assert encode(cases / "chat8.jsonl", plain, cache=tmp_path).ids.tolist() == first.ids.tolist()
-    assert [path.name for path in tmp_path.iterdir()] == [file.name], "no temporary file is left"
-
-
-def test_the_cache_holds_no_pickle(tmp_path, cases, plain):
-    encode(cases / "chat8.jsonl", plain, cache=tmp_path)
-    with np.load(next(tmp_path.iterdir()), allow_pickle=False) as stored:
-        assert set(stored) == {"ids", "learn", "starts", "findings", "fingerprint"}
-        assert all(stored[name].dtype != object for name in stored)
-
-
 def test_progress_tells_rows_done_and_all(cases, plain):
     seen: list[tuple[int, int]] = []
     rows = load_rows([{"text": f"row {i}"} for i in range(2500)], Data(path="x"))
     tokenize(rows, plain, Data(path="x"), cache=None, progress=lambda *counts: seen.append(counts), limit=64)
     assert seen == [(1000, 2500), (2000, 2500), (2500, 2500)]
-
-
-# --- tokenizers that put a blank before every text -----------------------------------------------------------------
-
-
-@pytest.fixture(scope="session", params=["metaspace", "normalizer"])
-def sentencepiece(request):
-    """A small tokenizer in SentencePiece's manner: a blank is a letter, and one is put before every text."""
-    import tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
-    model.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always", split=True)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))],
-        show_progress=False,
-    )
-    model.train_from_iterator(["Name one metal. zinc Where is the lamp? On the right shelf."] * 9, trainer)
-    if request.param == "normalizer":  # as Llama 2's own: the blank is put before every stretch between control tokens
-        blank = tokenizers.normalizers
-        model.normalizer = blank.Sequence([blank.Prepend("▁"), blank.Replace(" ", "▁")])
-        model.pre_tokenizer = None
-    model.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
-@pytest.mark.parametrize(
-    "parts", [("Name one", " metal."), ("Where is", " the lamp?", " On the right shelf."), ("Name", "\none")]
-)
-def test_spans_inside_a_row_get_no_blank_of_their_own(sentencepiece, parts):
-    ((ids, _),) = Encoder(sentencepiece).rows([[Span("<s>", False), *(Span(part, True) for part in parts)]])
-    assert ids == sentencepiece("".join(parts))["input_ids"]
-
-
-def test_a_word_is_continued_without_a_blank(sentencepiece):
-    ((ids, _),) = Encoder(sentencepiece).rows([[Span("<s>", False), Span("met", False), Span("al", True)]])
-    assert sentencepiece.decode(ids, skip_special_tokens=True).strip() == "metal"
-
-
-def test_prompt_and_completion_of_such_a_tokenizer_read_as_one_text(sentencepiece):
-    tokens = encode([{"prompt": "Name one metal.", "completion": " zinc"}], sentencepiece)
-    assert tokens.ids.tolist() == [*sentencepiece("Name one metal. zinc")["input_ids"], sentencepiece.eos_token_id]
-    assert sentencepiece.decode(tokens.ids[tokens.learn]).strip() in ("zinc</s>", "zinc </s>")

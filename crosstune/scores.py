@@ -17,6 +17,7 @@ from crosstune.metrics import Metric, find_metric, find_metrics
 from crosstune.metrics.choice import calibration, confusion
 from crosstune.stats import Interval, fold_interval, ratio_interval, statistic_interval
 from crosstune.store.run import Run
+from crosstune.units import setting_words
 
 ANSWERS = "answers.parquet"
 LOSSES = ("loss", "perplexity", "token_accuracy")
@@ -201,7 +202,7 @@ def entries_of(run: Run, metric: str, *, prefix: str = "") -> list[Entry]:
     entries = []
     listed = settings_of(run)
     for trial, settings in listed.items():
-        words = " ".join(f"{name.split('.')[-1]}={_short(value)}" for name, value in settings.items())
+        words = " ".join(f"{name.split('.')[-1]}={setting_words(value)}" for name, value in settings.items())
         name = (prefix + (words or ("" if prefix and len(listed) == 1 else f"trial {trial}"))).strip()
         by_fold = scores.get(trial, {}).get(metric, {})
         entries.append(Entry(name, by_fold, *keys, notes.get(trial, ""), trial))
@@ -257,9 +258,3 @@ def read_score(value: float | str | None) -> float:
 def known(value: float) -> float | None:
     """nan as None: JSON has no nan."""
     return None if math.isnan(value) else value
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

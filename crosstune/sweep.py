@@ -23,6 +23,7 @@ from crosstune.metrics import find_metric
 from crosstune.mistakes import ALIASES
 from crosstune.recipe import Recipe, options
 from crosstune.sections import Float, Int, Section
+from crosstune.units import setting_words
 
 # The base and the rows are shared by all lanes of a wave, and trials are compared on the same folds.
 SWEPT_SECTIONS = ("lora", "train")
@@ -40,7 +41,8 @@ class Trial:
     @property
     def name(self) -> str:
         """`lora.rank=8 train.learning_rate=0.0002`, or `trial 0` where nothing differs."""
-        return " ".join(f"{key}={_in_words(value)}" for key, value in self.settings.items()) or f"trial {self.index}"
+        words = " ".join(f"{key}={setting_words(value)}" for key, value in self.settings.items())
+        return words or f"trial {self.index}"
 
 
 class Sweep(Section):
@@ -269,9 +271,3 @@ def _is_alone(section: Mapping[str, Any], name: str) -> bool:
     if isinstance(value, Mapping):
         value = value.get("choice")
     return isinstance(value, list | tuple) and len(value) == 1
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

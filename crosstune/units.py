@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def bytes_words(count: float) -> str:
     """1610612736 → '1.50 GiB'. Below one KiB plain bytes."""
@@ -31,3 +33,10 @@ def seconds_words(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def setting_words(value: Any) -> str:
+    """0.00020000001 → '0.0002', ['q_proj', 'v_proj'] → 'q_proj,v_proj'."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

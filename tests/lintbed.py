@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,3 +38,10 @@ def found(report: LintReport, *severities: str) -> dict[str, tuple[int, ...]]:
 def lint_file(path: Path, model: Path | None = None, options: Mapping[str, Any] | None = None) -> LintReport:
     """Lint a file; `options` are those of the data section."""
     return lint(path, model=str(model) if model else None, data=Data(path=str(path), **(options or {})))
+
+
+def write_rows(folder: Path, *rows: Mapping[str, Any]) -> Path:
+    """A file of these rows."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

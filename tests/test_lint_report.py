@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,7 +15,7 @@ from crosstune.data.lint.report import SHOWN_SINGLY
 from crosstune.errors import Refused
 from crosstune.progress import Lines
 from crosstune.recipe import Recipe
-from tests.lintbed import found
+from tests.lintbed import found, write_rows
 from tests.tiny import CASES
 
 
@@ -24,12 +23,6 @@ def shown(report: LintReport, width: int = 100) -> str:
     out = io.StringIO()
     report.show(Console(file=out, width=width))
     return out.getvalue()
-
-
-def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 def test_table_groups_by_code_with_counts_and_two_examples() -> None:
@@ -59,7 +52,7 @@ def test_json_lines_hold_every_field() -> None:
 
 
 def test_thousands_of_equal_faults_become_one_finding_with_a_count(tmp_path: Path) -> None:
-    report = lint(write_rows(tmp_path, [{"prompt": f"Question {i}?", "completion": ""} for i in range(5000)]))
+    report = lint(write_rows(tmp_path, *({"prompt": f"Question {i}?", "completion": ""} for i in range(5000))))
     singles, rest = report.errors[:-1], report.errors[-1]
     assert len(singles) == SHOWN_SINGLY
     assert rest.count == 5000 - SHOWN_SINGLY and rest.message.startswith("4900 more of this kind")
@@ -111,7 +104,7 @@ def test_missing_rows_do_not_hide_mistakes_in_the_recipe(tiny: Path, tmp_path: P
 
 def test_progress_counts_the_rows(tmp_path: Path) -> None:
     out = io.StringIO()
-    lint(write_rows(tmp_path, [{"text": f"Text {i}."} for i in range(4500)]), progress=Lines(out, every_seconds=0))
+    lint(write_rows(tmp_path, *({"text": f"Text {i}."} for i in range(4500))), progress=Lines(out, every_seconds=0))
     assert out.getvalue().splitlines()[-1].startswith("lint: row 4500")
 
 
@@ -138,7 +131,7 @@ def test_near_duplicates_agree_with_jaccard_computed_in_full(tmp_path: Path) -> 
     def jaccard(a: list[str], b: list[str]) -> float:
         return len(shingles(a) & shingles(b)) / len(shingles(a) | shingles(b))
 
-    report = lint(write_rows(tmp_path, [{"text": " ".join(text)} for text in texts]))
+    report = lint(write_rows(tmp_path, *({"text": " ".join(text)} for text in texts)))
     told = {finding.rows for finding in report.findings if finding.code in ("near-duplicates", "duplicate-rows")}
     for pair in range(150):
         rows, similarity = (2 * pair + 1, 2 * pair + 2), jaccard(texts[2 * pair], texts[2 * pair + 1])
@@ -153,7 +146,7 @@ def test_near_duplicates_are_met_across_batches(tmp_path: Path) -> None:
     text = " ".join(f"word{i}" for i in range(60))
     rows = [{"text": f"{' '.join(f'other{j}x{i}' for j in range(25))}"} for i in range(BATCH + 50)]
     rows[3], rows[BATCH + 20] = {"text": f"{text} one"}, {"text": f"{text} two"}
-    assert found(lint(write_rows(tmp_path, rows))) == {"near-duplicates": (4, BATCH + 21)}
+    assert found(lint(write_rows(tmp_path, *rows))) == {"near-duplicates": (4, BATCH + 21)}
 
 
 def test_chains_of_likeness_are_one_set() -> None:

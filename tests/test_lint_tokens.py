@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from crosstune.data.tokenizer import load_tokenizer
 from crosstune.errors import ModelError
 from crosstune.recipe import Recipe
 from crosstune.sections import Data, Model
-from tests.lintbed import found, lint_file
+from tests.lintbed import found, lint_file, write_rows
 from tests.tiny import CASES, INSTRUCT, make_tiny
 
 CHAT = CASES / "chat8.jsonl"
@@ -26,12 +25,6 @@ def with_template(tiny: Path, template: str) -> Any:
     tokenizer = load_tokenizer(Model(name=str(tiny)))
     tokenizer.chat_template = template
     return tokenizer
-
-
-def write_rows(folder: Path, *rows: dict[str, Any]) -> Path:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 def talk(*turns: tuple[str, str]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstune.data.load import load_rows
-from crosstune.data.render import Renderer, Span, render_row
+from crosstune.data.render import Renderer, Span
+from crosstune.data.rows import Row
 from crosstune.data.template import ChatTemplate, RowError
 from crosstune.errors import CrosstuneError, ModelError
 from crosstune.sections import Data
@@ -26,6 +27,10 @@ def tokenizer(tiny: Path):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny)
+
+
+def render_row(row: Row, tokenizer: Any, data: Data) -> list[Span]:
+    return Renderer(tokenizer, data).spans(row)
 
 
 def rows_of(*records: dict[str, Any]):

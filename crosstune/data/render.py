@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from crosstune.data.control import MARK, MARKED, map_strings, special_pattern
@@ -163,17 +163,6 @@ class Renderer:
             done = end
         if plain:
             yield Span(plain, learn)
-
-
-def render_row(row: Row, tokenizer: PreTrainedTokenizerBase, data: Data) -> list[Span]:
-    """The spans of one row. For many rows, make one `Renderer`."""
-    template = tokenizer.chat_template
-    return _renderer(tokenizer, str(template), data).spans(row)
-
-
-@lru_cache(maxsize=4)
-def _renderer(tokenizer: PreTrainedTokenizerBase, template: str, data: Data) -> Renderer:
-    return Renderer(tokenizer, data)
 
 
 def _bos_that_is_added(tokenizer: PreTrainedTokenizerBase) -> str:

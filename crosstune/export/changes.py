@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LowRank:
-    """W + scale·B·A of one weight; DoRA then gives each output row the length in `magnitude`."""
+    """W + scale·B·A of one weight; DoRA then gives each output row the length in `magnitude_O`."""
 
     a_RI: Tensor
     b_OR: Tensor

@@ -35,7 +35,7 @@ from crosstune.train.graph import Passes, Replayed
 from crosstune.train.kernels import CPU_TEMPORARIES, CUDA_TEMPORARIES, STAND_INS, attention_of
 from crosstune.train.quantized import quantize_linears
 from crosstune.train.step import DeviceBatch, run_pass
-from crosstune.train.trace import META, Tracker
+from crosstune.train.trace import META, Temporaries, Tracker
 from crosstune.units import bytes_words
 
 # Formulas and rehearsals differ by 3% at most (tests/test_memory_agreement.py), and by fragmentation.
@@ -69,18 +69,12 @@ def rehearse(
 
     `config`: the mapping in the model's config.json.
     """
-    hidden = CUDA_TEMPORARIES if machine.kind == "cuda" else CPU_TEMPORARIES
-    tracker = Tracker(hidden, STAND_INS)
-    with _as_on(machine, settings.precision), tracker:
-        base = meta_base(config, settings, machine)
-        tracker.track_module(base.model)
-        tracker.trace.append(("begin", 0, 0))
+    tracker = Tracker(_hidden(machine), STAND_INS)
+    with _traced(tracker, config, settings, machine) as base:
         tracker.mark("base")
         kind = partial(_SaidToBeRecorded, tracker)
         go_through(base, settings, tracker.mark, passes=passes, evaluate_tokens=evaluate_tokens, kind=kind)
-    trace = tuple(tracker.trace)
-    gc.collect()
-    return Rehearsal(trace, machine, outside_bytes(settings, machine))
+    return _rehearsed(tracker, settings, machine)
 
 
 def rehearse_answers(
@@ -90,23 +84,41 @@ def rehearse_answers(
 
     The tokens between are left out: the prompts are longer by as many.
     """
-    tracker = Tracker(CUDA_TEMPORARIES if machine.kind == "cuda" else CPU_TEMPORARIES, STAND_INS, answer=False)
+    tracker = Tracker(_hidden(machine), STAND_INS, answer=False)
     ids = np.zeros(prompt + new_tokens - 2, np.int32)
     prompts = [Prompt(row, row + 1, ids) for row in range(rows)]
     positions = {"meta": settings.lanes * rows * (len(ids) + 2)}
-    with _as_on(machine, settings.precision), patch.dict(generate.POSITIONS_A_BATCH, positions), tracker:
+    with (
+        patch.dict(generate.POSITIONS_A_BATCH, positions),
+        _traced(tracker, config, settings, machine) as base,
+        attached(base, [job_of(base, settings).spec] * settings.lanes) as slots,
+        _no_inference_mode(),
+    ):
+        tracker.mark("lanes")
+        lanes, sampling = generate.begin(slots), generate.Sampling(2)
+        generate.generate_lanes(lanes, [prompts] * settings.lanes, sampling, pad_id=0, stop_ids=())
+        tracker.mark("answers")
+    return _rehearsed(tracker, settings, machine)
+
+
+@contextmanager
+def _traced(tracker: Tracker, config: Mapping[str, Any], settings: Settings, machine: Machine) -> Iterator[Base]:
+    """The base on meta tensors, and all that is done with it traced."""
+    with _as_on(machine, settings.precision), tracker:
         base = meta_base(config, settings, machine)
         tracker.track_module(base.model)
         tracker.trace.append(("begin", 0, 0))
-        with attached(base, [job_of(base, settings).spec] * settings.lanes) as slots, _no_inference_mode():
-            tracker.mark("lanes")
-            generate.generate_lanes(
-                generate.begin(slots), [prompts] * settings.lanes, generate.Sampling(2), pad_id=0, stop_ids=()
-            )
-            tracker.mark("answers")
+        yield base
+
+
+def _rehearsed(tracker: Tracker, settings: Settings, machine: Machine) -> Rehearsal:
     trace = tuple(tracker.trace)
     gc.collect()
     return Rehearsal(trace, machine, outside_bytes(settings, machine))
+
+
+def _hidden(machine: Machine) -> Mapping[str, Temporaries]:
+    return CUDA_TEMPORARIES if machine.kind == "cuda" else CPU_TEMPORARIES
 
 
 class _SaidToBeRecorded(Passes):

@@ -26,10 +26,9 @@ from crosstune.train.optimizer import LaneAdamW
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, each (K,): token-mean loss (NaN for a lane that wasn't fed), gradient norm, finite."""
+    """What a step did, each (K,): token-mean loss (NaN for a lane that wasn't fed), finite."""
 
     loss: NDArray[np.float64]
-    grad_norm: NDArray[np.float64]
     ok: NDArray[np.bool_]
     num_tokens: int
 
@@ -135,12 +134,11 @@ def train_step(
     active_K = torch.tensor([lane.status is Status.RUNNING and lane.is_fed for lane in lanes], device=device)
     loss_K /= optimizer.scale_K
     judged = optimizer.judge(loss_K, active_K)
-    told = torch.stack([loss_K, judged.norm_K, judged.ok_K.float(), active_K.float()]).double()
+    told = torch.stack([loss_K, judged.ok_K.float(), active_K.float()]).double()
     optimizer.apply(judged, [lane.learning_rate() for lane in lanes])
     slots.refresh()
-    facts = told.cpu().numpy()
-    loss = np.where(facts[3] > 0, facts[0], np.nan)
-    return StepResult(loss, facts[1], facts[2] > 0, sum(batch.num_tokens for batch in batches))
+    loss, ok, active = told.cpu().numpy()
+    return StepResult(np.where(active > 0, loss, np.nan), ok > 0, sum(batch.num_tokens for batch in batches))
 
 
 def run_pass(slots: Slots, batch: DeviceBatch) -> Tensor:

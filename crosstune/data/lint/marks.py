@@ -67,7 +67,7 @@ class Marks:
         self.needles = tuple(sorted(starts))
 
     def may_find(self, text: str) -> bool:
-        """Whether `check_marks` could find anything in this text."""
+        """Whether `check` could find anything in this text."""
         return any(needle in text for needle in self.needles)
 
     def check(self, row: Row, parts: Parts) -> Iterable[Finding]:

@@ -184,6 +184,7 @@ def test_copies_of_the_base_go_before_the_plan_shrinks(base, monkeypatch, places
     (told,) = (event for event in disturbed.events if isinstance(event, PlanChanged))
     assert kept == [True, False]
     assert told.after == replace(told.before, copies=False)
+    assert str(told) == f"out of memory in a training step after step 1: going on with {told.after}"
     same_results(undisturbed, disturbed)
 
 

@@ -40,6 +40,9 @@ class PlanChanged:
     before: Plan
     after: Plan
 
+    def __str__(self) -> str:
+        return f"out of memory in {self.doing} after step {self.step}: going on with {self.after}"
+
 
 @dataclass(frozen=True)
 class WaveSplit:

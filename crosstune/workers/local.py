@@ -37,9 +37,7 @@ def run_waves(
     leaks, planned = LeakWatch(base.device, progress.say), plan
 
     def told(event: Event) -> None:
-        if isinstance(event, PlanChanged):
-            progress.say(f"out of memory in {event.doing} after step {event.step}: going on with {event.after}")
-        if isinstance(event, WaveSplit):
+        if isinstance(event, PlanChanged | WaveSplit):
             progress.say(str(event))
         report(event)
 

@@ -193,10 +193,9 @@ class RayWorkers:
             self._actors[one.worker].answer.options(concurrency_group="control").remote(answer)
         elif not isinstance(item, Stopped):
             task.report(item)
-        if isinstance(item, WaveSplit):
+        if isinstance(item, PlanChanged | WaveSplit):
             self.progress.say(str(item))
         if isinstance(item, PlanChanged):
-            self.progress.say(f"out of memory in {item.doing} after step {item.step}: going on with {item.after}")
             task.plan = item.after
         return True
 

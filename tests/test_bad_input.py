@@ -9,6 +9,7 @@ import time
 import pytest
 
 from crosstune import cli
+from tests.signals import end_by
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"A number, {n}."}],
@@ -98,11 +99,9 @@ def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(folder):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         while process.poll() is None and not (journal.exists() and "lane_evaluated" in journal.read_text()):
             time.sleep(0.1)
-        began = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _, seconds = end_by(signal.SIGINT, process)
     said = (folder / "log").read_text()
-    assert process.returncode == 130 and time.monotonic() - began < 10
+    assert process.returncode == 130 and 0 < seconds < 10
     assert "Traceback" not in said and "interrupted" in said and out == ""
     events = [json.loads(line)["event"] for line in journal.read_text().splitlines()]
     assert events[0] == "created" and "run_finished" not in events

@@ -21,7 +21,7 @@ from crosstune.data.load import Rows
 from crosstune.data.tokens import Tokens
 from crosstune.errors import RecipeError
 from crosstune.fold_units import rows_together
-from crosstune.inputs import judge, read_asked_rows
+from crosstune.inputs import Inputs, judge, read_asked_rows
 from crosstune.interrupt import Interrupts
 from crosstune.memory.plan import Plan
 from crosstune.metrics import find_metric
@@ -99,7 +99,7 @@ def _cross_validate(asked: Asked, progress: Progress, interrupts: Interrupts, re
     inputs = judge(asked, found, progress)
     rows, tokens, tokenizer = inputs.rows, inputs.tokens, inputs.tokenizer
     folds = split_rows(rows, recipe.folds, splitter=asked.splitter)
-    exam = _exam(recipe, rows, tokens, tokenizer, folds)
+    exam = _exam(recipe, inputs, folds, progress)
     with open_workers(asked, tokenizer, progress, interrupts) as workers:
         plan = make_plan(workers, recipe, inputs, trials, folds, progress, planned)
         for trial in trials:
@@ -211,13 +211,18 @@ def _write_groups(run: Run, rows: Rows, folds: Folds) -> None:
         run.write_table("groups.parquet", {"row": [row.number for row in rows.rows], "group": sets})
 
 
-def _exam(recipe: Recipe, rows: Rows, tokens: Tokens, tokenizer: Any, folds: Sequence[Fold]) -> Exam | None:
+def _exam(recipe: Recipe, inputs: Inputs, folds: Sequence[Fold], progress: Progress) -> Exam | None:
     """What is asked of held-out rows beyond the loss; refuses labels and metrics that can't be."""
     from crosstune.train.exam import refuse_undefined, set_exam
 
-    exam = set_exam(recipe.evaluate, rows, tokens, tokenizer, recipe.data)
+    exam = set_exam(recipe.evaluate, inputs.rows, inputs.tokens, inputs.tokenizer, recipe.data)
     if exam is not None:
         refuse_undefined(exam, str(recipe.sweep.get("metric", "loss")), folds)
+        if exam.choices is not None and (others := exam.choices.others):
+            progress.say(
+                f"{len(others)} of {len(inputs.rows)} rows answer none of evaluate.labels, such as row "
+                f"{inputs.rows.rows[others[0]].number}: metrics of choices leave them out"
+            )
     return exam
 
 

@@ -258,6 +258,22 @@ def test_nested_cross_validation_scores_the_choice_on_rows_it_never_saw(tiny, co
         run(tree)
 
 
+def test_rows_that_answer_none_of_the_labels_are_named_and_left_out(tiny, colours, tmp_path):
+    said = []
+    progress = Quiet()
+    progress.say = said.append
+    tree = recipe(
+        tiny,
+        colours,
+        tmp_path / "r",
+        evaluate={"metrics": ["accuracy"], "labels": ["red", "blue"]},
+        train={"epochs": 1},
+    )
+    result = cross_validate(tree, progress=progress)
+    assert "10 of 30 rows answer none of evaluate.labels, such as row 2: metrics of choices leave them out" in said
+    assert np.sum(result.trials[0]["confusion"]) == 20
+
+
 def test_a_metric_without_a_value_on_a_fold_is_left_out_of_its_mean(tiny, colours, tmp_path):
     """Fold 0 holds the red rows only, so that it has no ROC curve; the other two have."""
     lines = [json.loads(line) for line in colours.read_text().splitlines()]

@@ -71,6 +71,11 @@ class Choices:
     right: NDArray[np.int64]
     ids: tuple[tuple[NDArray[np.int32], ...], ...]  # row → label → ids of the label as answer, end token included
 
+    @property
+    def others(self) -> list[int]:
+        """Positions of rows that answer with none of the labels."""
+        return np.flatnonzero(self.right < 0).tolist()
+
 
 def read_labels(rows: Rows, asked: str | Sequence[str] | None) -> tuple[tuple[str, ...], list[str]]:
     """The labels, and the right one of each row. `asked`: a list of labels, or the column that holds the right one.

@@ -6,6 +6,7 @@ Knows nothing of splitters.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -87,10 +88,16 @@ def class_codes(values: Sequence[Any]) -> NDArray[np.int64]:
 
 def fold_labels(labels: Iterable[Hashable]) -> list[Any]:
     """Distinct fold names in order, numbers as numbers; -1 is no fold, as in scikit-learn's PredefinedSplit."""
-    distinct = {label for label in labels if label is not None and str(label) != "-1"}
-    if all(str(label).isdecimal() for label in distinct):
-        return sorted(distinct, key=lambda label: int(str(label)))
+    distinct = {label: _whole(label) for label in labels if label is not None and _whole(label) != -1}
+    if all(number is not None for number in distinct.values()):
+        return sorted(distinct, key=lambda label: distinct[label] or 0)
     return sorted(distinct, key=str)
+
+
+def _whole(label: Hashable) -> int | None:
+    """A whole number as such, however a table holds it (-1, "-1", -1.0); None if the label is none."""
+    found = re.fullmatch(r"(-?\d+)(\.0*)?", str(label))
+    return int(found[1]) if found else None
 
 
 def points_in_time(values: Sequence[Any], numbers: Sequence[int], by: str) -> list[float]:

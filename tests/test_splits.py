@@ -328,3 +328,12 @@ def test_rows_that_stay_together_are_those_of_a_group_and_equal_ones_and_no_grou
     assert rows_together(rows, Folds(group="group")) == [0, 0, 1, 2, 0, 0, 3], "a = A joins the groups x and y"
     assert rows_together(rows, Folds(group="group", duplicates="ignore")) == [0, 0, 1, 2, 3, 3, 4]
     assert rows_together(rows, Folds()) == [0, 1, 2, 3, 0, 4, 5]
+
+
+@pytest.mark.parametrize("write", [int, float, str, lambda value: str(float(value))])
+def test_a_column_keeps_rows_in_training_however_a_table_holds_its_numbers(write):
+    """PredefinedSplit of the whole numbers is the oracle; a table with a gap holds them as 0.0, 10.0, -1.0."""
+    values = [0, 1, -1, 10, 2, 1, -1, 0, 3, 4, 5, 6, 7, 8, 9]
+    made = split_rows(different(15, part=[write(value) for value in values]), Folds(kind="column", by="part"))
+    oracle = [(train.tolist(), held.tolist()) for train, held in sklearn.PredefinedSplit(values).split()]
+    assert pairs(made) == oracle

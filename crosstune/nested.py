@@ -55,7 +55,10 @@ class Nested:
 
     @property
     def optimism(self) -> float:
-        """How much better the winners looked within than they were without (in units of the metric)."""
+        """How much better the winners looked within than they were without (in units of the metric).
+
+        Below 0 where what they gained by more rows to train on outweighs it.
+        """
         gap = float(np.mean([fold.scores[self.metric] - fold.inner_score for fold in self.folds]))
         return -gap if find_metric(self.metric).higher_is_better else gap
 
@@ -75,7 +78,8 @@ class Nested:
         )
         return (
             f"Choosing by this sweep gives {self.metric} {self.interval} on rows that neither training nor choosing "
-            f"has seen; {agree}; within, the winners looked better by {self.optimism:.4g}."
+            f"has seen; {agree}; within, on fewer training rows, the winners looked "
+            f"{'better' if self.optimism >= 0 else 'worse'} by {abs(self.optimism):.4g}."
             + (f" {self.failed} lanes failed within and count for nothing." if self.failed else "")
         )
 

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from crosstune.axes import Axis, read_axis
 from crosstune.errors import RecipeError
-from crosstune.metrics import find_metric
+from crosstune.metrics import METRICS, find_metric
 from crosstune.mistakes import ALIASES
 from crosstune.recipe import Recipe, options
 from crosstune.sections import Float, Int, Section
@@ -97,11 +97,7 @@ def read_sweep(recipe: Recipe) -> tuple[Sweep, tuple[Axis, ...]]:
         mistakes.append(
             f"sweep.kind: a grid can't draw from the range of {', '.join(ranges)}; use a list, or kind: random"
         )
-    if sweep.kind == "tpe" and sweep.prune in ("halving", "race"):
-        mistakes.append(
-            f"sweep.prune: {sweep.prune} has a fold of every trial trained before any trial is over, so TPE could only "
-            "draw at random; use kind: random, or prune: median, percentile, hyperband or wilcoxon"
-        )
+    mistakes += _prune_faults(sweep)
     if mistakes:
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
         raise RecipeError(
@@ -207,6 +203,23 @@ def _metric_faults(name: str, measured: Sequence[str]) -> list[str]:
         return [f"sweep.metric: unknown metric {name!r}; {error.fix}"]
     if metric.kind != "loss" and name not in measured:
         return [f"sweep.metric: {name} isn't measured; add it to evaluate.metrics"]
+    return []
+
+
+def _prune_faults(sweep: Sweep) -> list[str]:
+    """Rules that the search or the metric leaves nothing to judge by."""
+    between_folds = sweep.prune in ("halving", "race")
+    if between_folds and sweep.kind == "tpe":
+        return [
+            f"sweep.prune: {sweep.prune} has a fold of every trial trained before any trial is over, so TPE could only "
+            "draw at random; use kind: random, or prune: median, percentile, hyperband or wilcoxon"
+        ]
+    known = METRICS.get(sweep.metric)
+    if sweep.prune != "none" and not between_folds and (known is None or known.kind != "loss"):
+        return [
+            f"sweep.prune: {sweep.prune} judges lanes under way, and {sweep.metric} is measured when they are over; "
+            "use prune: halving or race, or metric: loss"
+        ]
     return []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ import pytest
 from crosstune.crossval import cross_validate
 from crosstune.errors import CrosstuneError
 from crosstune.metrics.text import exact_match
-from crosstune.nested import nested_cross_validate
+from crosstune.nested import Nested, OuterFold, nested_cross_validate
 from crosstune.progress import Quiet
 from crosstune.result import Result
 from crosstune.score_table import show_scores
 from crosstune.scores import fold_scores, right_and_chances
+from crosstune.stats import fold_interval
 from crosstune.store.run import Run
 
 WORDS = ("red", "blue", "green")
@@ -286,6 +288,13 @@ def test_a_metric_without_a_value_on_a_fold_is_left_out_of_its_mean(tiny, colour
     assert scores[0] is None and result.trials[0]["metrics"]["roc_auc"]["mean"] == pytest.approx(np.mean(scores[1:]))
     assert Result.read(result.run).report == result.report
     show_scores(result.report)
+
+
+def test_nested_winners_that_looked_worse_within_are_said_to():
+    for inner, words in ((0.9, "looked better by 0.1."), (1.2, "looked worse by 0.2.")):
+        folds = tuple(OuterFold(f, {"lora.rank": 8}, inner, {"loss": 1.0 + f / 10 - 0.05}, 10) for f in range(2))
+        nested = Nested(Path("n"), "loss", folds, fold_interval([0.95, 1.05], test_share=0.5))
+        assert words in nested.sentence and "every outer fold chose lora.rank=8" in nested.sentence
 
 
 def test_a_metric_without_a_value_on_an_outer_fold_is_no_traceback(tiny, colours, tmp_path):

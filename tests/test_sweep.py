@@ -121,6 +121,10 @@ def test_train_share_is_a_learning_curve():
         ({"lora.dropout": {"uniform": [0, 1]}}, "sweep.lora.dropout"),
         ({"lora.rank": {"uniform": [1.5, 8]}}, "both ends must be whole"),
         ({"lora.alpha": {"log": [8, 64]}, "kind": "tpe", "prune": "halving"}, "use kind: random, or prune: median"),
+        (
+            {"lora.alpha": [8, 16], "prune": "median", "metric": "accuracy"},
+            "accuracy is measured when they are over; use prune: halving",
+        ),
         ({"lora.alpha": {"log": [8, 64]}, "kind": "grid"}, "use a list, or kind: random"),
         ({"kind": "bayes", "lora.rank": [8]}, "sweep.kind"),
     ],

@@ -114,9 +114,7 @@ def rank_trials(
     alike = [entry for entry, its in zip(scored, keys, strict=True) if its == key]
     sign = -1.0 if higher_is_better else 1.0
     whole = max(len(entry.scores) for entry in alike)
-    best = min(
-        (entry for entry in alike if len(entry.scores) == whole), key=lambda entry: sign * _mean(entry.scores.values())
-    )
+    best = _best([entry for entry in alike if len(entry.scores) == whole], sign)
     rope = equivalent * abs(_mean(best.scores.values()))
     pairs = {
         (a, b): _compare(alike[a], alike[b], test_share, rope, higher_is_better, confidence)
@@ -202,6 +200,12 @@ def _judge(versus: Comparison | None, p_adjusted: float, confidence: float) -> V
     if p_adjusted < 1 - confidence and versus.better > confidence:
         return "worse"
     return "equivalent" if versus.equivalent > confidence else "unclear"
+
+
+def _best(entries: Sequence[Entry], sign: float) -> Entry:
+    """The best mean on the folds that all of them have: where lanes failed, who lacks a hard fold isn't the better."""
+    shared = set.intersection(*(set(entry.scores) for entry in entries))
+    return min(entries, key=lambda entry: sign * _mean([entry.scores[fold] for fold in shared or entry.scores]))
 
 
 def _compare(

@@ -132,3 +132,11 @@ def test_chances_of_being_first_are_those_of_the_trials_that_went_all_the_way():
     beside = rank_trials([*whole, entry("c", [2.0], note="given up")], test_share=0.25)
     assert [p.first for p in beside.places[:2]] == [p.first for p in alone.places] and alone.places[0].first > 0.5
     assert math.isnan(beside.places[2].first)
+
+
+def test_who_lacks_a_hard_fold_is_not_the_best_for_it():
+    """Every trial has lost a lane; b is worse on each fold that both have, and has the lower mean."""
+    a = Entry("a", {0: 3.0, 1: 1.0, 2: 1.1, 3: 1.2})
+    b = Entry("b", {1: 1.1, 2: 1.21, 3: 1.32, 4: 0.9})
+    ranking = rank_trials([b, a], test_share=0.2)
+    assert ranking.places[0].name == "a" and ranking.places[1].versus.difference.mean == pytest.approx(-0.11)

@@ -130,7 +130,7 @@ def choose_epoch(
 
     An epoch belongs to the plateau if its paired difference from the best, fold by fold, is within `rope` or its
     corrected interval reaches 0, and so for every epoch between them. The best mean is itself chosen on held-out rows:
-    its score is optimistic; use it to set train.epochs, not as the estimate.
+    its score is optimistic: no estimate. `crosstune fit` ends the schedule there; a smaller train.epochs has another.
     """
     y = np.atleast_2d(np.asarray(scores, dtype=np.float64))
     folds, epochs = y.shape

@@ -95,6 +95,7 @@ def loss_suspects(rows: ArrayLike, nll: ArrayLike, targets: ArrayLike) -> list[S
 def robust_z(values: ArrayLike, lengths: ArrayLike) -> Floats:
     """(value − median) / (1.4826 · median deviation), over neighbours in length: a tenth of the rows, 51 or more.
 
+    The deviation is that above the median: losses are skewed, and that below is too small a measure of high ones.
     Rows of one length are neighbours all together or not at all: who is one depends neither on values nor on order.
     """
     value, length = np.asarray(values, dtype=np.float64), np.asarray(lengths)
@@ -114,7 +115,7 @@ def robust_z(values: ArrayLike, lengths: ArrayLike) -> Floats:
 def _z_among(near: Floats, values: Floats) -> Floats:
     """Robust z of `values` among `near`."""
     middle = float(np.median(near))
-    spread = 1.4826 * float(np.median(np.abs(near - middle)))
+    spread = 1.4826 * float(np.median(near[near >= middle] - middle))
     # More than half of the neighbours alike: the mean deviation takes over (Iglewicz & Hoaglin, same page).
     spread = spread or 1.2533 * float(np.abs(near - middle).mean())
     return (values - middle) / spread if spread else np.zeros(len(values))

@@ -187,3 +187,10 @@ def test_a_choice_that_has_a_number_for_each_row_is_their_mean(name, classes):
     labels[:2] = 0
     metric = METRICS[name]
     assert metric.rows(labels, chances).mean() == pytest.approx(metric.of_chances(labels, chances), rel=1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", [metric.name for metric in METRICS.values() if metric.kind == "choice"])
+def test_rows_of_one_label_that_is_picked_each_time_warn_of_nothing(name):
+    score = find_metric(name).of_chances(np.zeros(5, dtype=np.intp), np.tile([0.9, 0.1], (5, 1)))
+    assert math.isnan(score) == (name == "roc_auc")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +25,15 @@ def picked(chances: Chances) -> Labels:
     return chances.argmax(axis=1)
 
 
+@contextmanager
+def _some_labels_missing() -> Iterator[None]:
+    """Few rows, or rows drawn again, may hold or pick some labels only: nothing to warn of each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="y_pred contains classes not in y_true")
+        warnings.filterwarnings("ignore", message="A single label was found")
+        yield
+
+
 def accuracy(labels: Labels, chances: Chances) -> float:
     """Share of rows whose most probable label is the right one."""
     return float(sk.accuracy_score(labels, picked(chances)))
@@ -35,8 +46,7 @@ def right_by_row(labels: Labels, chances: Chances) -> NDArray[np.float64]:
 
 def balanced_accuracy(labels: Labels, chances: Chances) -> float:
     """Mean over labels of the share found: every label weighs the same, however rare."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="y_pred contains classes not in y_true")
+    with _some_labels_missing():
         return float(sk.balanced_accuracy_score(labels, picked(chances)))
 
 
@@ -52,7 +62,8 @@ def micro_f1(labels: Labels, chances: Chances) -> float:
 
 def mcc(labels: Labels, chances: Chances) -> float:
     """Matthews' correlation coefficient: −1 to 1, 0 for guessing."""
-    return float(sk.matthews_corrcoef(labels, picked(chances)))
+    with _some_labels_missing():
+        return float(sk.matthews_corrcoef(labels, picked(chances)))
 
 
 def log_loss(labels: Labels, chances: Chances) -> float:

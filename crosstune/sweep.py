@@ -209,6 +209,11 @@ def _metric_faults(name: str, measured: Sequence[str]) -> list[str]:
 def _prune_faults(sweep: Sweep) -> list[str]:
     """Rules that the search or the metric leaves nothing to judge by."""
     between_folds = sweep.prune in ("halving", "race")
+    if between_folds and (sweep.hours or sweep.tokens):
+        return [
+            f"sweep.{'hours' if sweep.hours else 'tokens'}: with prune: {sweep.prune} every trial starts at once, so "
+            "that no budget could keep one back; set trials"
+        ]
     if between_folds and sweep.kind == "tpe":
         return [
             f"sweep.prune: {sweep.prune} has a fold of every trial trained before any trial is over, so TPE could only "

@@ -125,6 +125,10 @@ def test_train_share_is_a_learning_curve():
             {"lora.alpha": [8, 16], "prune": "median", "metric": "accuracy"},
             "accuracy is measured when they are over; use prune: halving",
         ),
+        (
+            {"lora.alpha": [8, 16], "prune": "race", "hours": 2},
+            "sweep.hours: with prune: race every trial starts at once",
+        ),
         ({"lora.alpha": {"log": [8, 64]}, "kind": "grid"}, "use a list, or kind: random"),
         ({"kind": "bayes", "lora.rank": [8]}, "sweep.kind"),
     ],

@@ -220,17 +220,22 @@ class _Plan:
             yield used[train], used[held_out]
 
     def _in_time(self) -> Iterator[Split]:
+        """Split moments: rows of one time lie on one side, or some would be judged by others of the same time."""
         from sklearn.model_selection import TimeSeriesSplit
 
-        used = self.used
-        if self.values is not None:
-            times = points_in_time(
-                [self.values[p] for p in used], [self.rows.rows[p].number for p in used], str(self.folds.by)
-            )
-            used = [used[i] for i in sorted(range(len(used)), key=times.__getitem__)]
-        ordered = np.array(used)
-        for train, held_out in TimeSeriesSplit(self.folds.k).split(ordered):
-            yield ordered[train], ordered[held_out]
+        moments: dict[float, list[int]] = {}
+        for time, position in zip(self._times(), self.used, strict=True):
+            moments.setdefault(time, []).append(position)
+        sets = [np.array(moments[time]) for time in sorted(moments)]
+        for train, held_out in TimeSeriesSplit(self.folds.k).split(np.zeros((len(sets), 1))):
+            yield _all_of(sets, train), _all_of(sets, held_out)
+
+    def _times(self) -> Sequence[float]:
+        """The time of each used row: of the column, or its place among the rows."""
+        if self.values is None:
+            return self.used
+        numbers = [self.rows.rows[p].number for p in self.used]
+        return points_in_time([self.values[p] for p in self.used], numbers, str(self.folds.by))
 
     def _by_column(self) -> Iterator[Split]:
         assert self.values is not None

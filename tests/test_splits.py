@@ -330,6 +330,18 @@ def test_rows_that_stay_together_are_those_of_a_group_and_equal_ones_and_no_grou
     assert rows_together(rows, Folds()) == [0, 1, 2, 3, 0, 4, 5]
 
 
+def test_rows_of_one_day_are_not_judged_by_others_of_that_day():
+    """Days are split as scikit-learn splits that many rows; the rows of a day follow it."""
+    days = [3, 1, 1, 4, 2, 2, 2, 5, 3, 6, 6, 1, 4, 5, 5, 5]
+    rows = different(16, day=[f"2024-01-{day:02d}" for day in days])
+    made = split_rows(rows, Folds(kind="time-series", k=3, by="day"))
+    oracle = [(set(train + 1), set(held + 1)) for train, held in sklearn.TimeSeriesSplit(3).split(np.zeros(6))]
+    assert [({days[p] for p in f.train}, {days[p] for p in f.held_out}) for f in made] == oracle
+    assert sorted(p for p in (*made[-1].train, *made[-1].held_out)) == list(range(16))
+    with pytest.raises(DataError, match="can't be split"):
+        split_rows(rows, Folds(kind="time-series", k=6, by="day"))
+
+
 @pytest.mark.parametrize("write", [int, float, str, lambda value: str(float(value))])
 def test_a_column_keeps_rows_in_training_however_a_table_holds_its_numbers(write):
     """PredefinedSplit of the whole numbers is the oracle; a table with a gap holds them as 0.0, 10.0, -1.0."""

@@ -51,7 +51,7 @@ def report_page(run: Run) -> str:
         labels=report["labels"],
         curve=_learning_curve(run),
         suspects=read_review(run)[:MOST_SUSPECTS] if (run.folder / "suspects.csv").is_file() else (),
-        hardest=hardest_rows(run),
+        hardest=hardest_rows(run, report["best"]),
         recipe=dump_yaml(run.stored_recipe()),
         seconds=seconds_words(report["seconds"]),
         peak=bytes_words(report["peak_bytes"]) if report["peak_bytes"] else "",
@@ -120,11 +120,12 @@ def points(curve: Sequence[float | None], place: Any) -> list[tuple[float, float
     return [place(step, loss) for step, loss in enumerate(curve, start=1) if loss is not None]
 
 
-def hardest_rows(run: Run) -> list[dict[str, Any]]:
-    """The rows with the highest out-of-fold loss."""
+def hardest_rows(run: Run, trial: int | None) -> list[dict[str, Any]]:
+    """The rows with the highest out-of-fold loss of one trial, the best: a bad setting's rows are all hard."""
     table = run.read_table("out_of_fold.parquet")
     if table is None:
         return []
     names = ("row", "fold", "trial", "tokens", "base_loss", "loss")
-    order = np.argsort(-table["loss"], kind="stable")[:HARDEST_ROWS]
+    order = np.argsort(-table["loss"], kind="stable")
+    order = order[table["trial"][order] == trial][:HARDEST_ROWS]
     return [{name: table[name][place].item() for name in names} for place in order]

@@ -65,8 +65,7 @@ def score_table(trial: Mapping[str, Any]) -> Any:
 
 
 def _interval(limits: Sequence[float] | None) -> str:
-    low, high = limits or (None, None)
-    return f"{number(low)}–{number(high)}"
+    return "–" if limits is None else f"{number(limits[0])}–{number(limits[1])}"
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -13,8 +13,8 @@ from crosstune.crossval import _write_groups
 from crosstune.data.load import load_rows
 from crosstune.errors import RunError
 from crosstune.recipe import Recipe
-from crosstune.report import report_page
-from crosstune.result import Result
+from crosstune.report import hardest_rows, report_page
+from crosstune.result import Result, write_out_of_fold
 from crosstune.review import compare_runs, epoch_choice, learning_curve, review_rows, say_learning_curve
 from crosstune.score_table import show_scores
 from crosstune.scores import group_of, pool_losses, record_pooled
@@ -214,10 +214,12 @@ def test_rows_that_stay_together_are_drawn_together(tmp_path):
         assert group_of(run, np.array([1, 2, 3, 4])).tolist() == [0, 1, 0, 2]
 
 
-def test_a_result_of_one_finished_fold_has_a_mean_and_no_interval(tmp_path, monkeypatch):
+def test_a_result_of_one_finished_fold_has_a_mean_and_no_interval(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tests.test_review.FOLDS", 1)
     result = Result.read(make_run(tmp_path / "run", made_rows(tmp_path), np.array([[1.5]]), settings=[{}]))
     assert result.mean == 1.5 and all(math.isnan(end) for end in result.interval95)
+    show_scores(result.report)
+    assert capsys.readouterr().out.split("95%")[1].split()[0] == "–"
 
 
 def test_rows_of_one_group_have_pooled_scores_without_an_interval():
@@ -268,3 +270,15 @@ def test_the_table_says_what_is_to_be_minded(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "note: the best of 3 trials was picked by these scores" in said
     assert "optimistic, trial 1: held-out rows decided" in said
+
+
+def test_the_hardest_rows_are_the_best_trials(tmp_path):
+    losses = np.array([[9.0, 9.2, 9.1, 9.3, 9.4], [1.0, 1.2, 0.9, 1.1, 1.0]])
+    folder = make_run(tmp_path / "run", made_rows(tmp_path), losses, finish=False)
+    recipe = Recipe.load(folder / "recipe.yaml", ())
+    rows = made_rows(tmp_path)
+    with Run.open(folder, recipe=recipe, data_hashes=rows.hashes, rows=[row.number for row in rows.rows]) as run:
+        write_out_of_fold(run)
+        hardest = hardest_rows(run, Result.read(folder).report["best"])
+    assert len(hardest) == 20 and {row["trial"] for row in hardest} == {1}
+    assert hardest[0]["row"] == 4, "its loss was raised"

@@ -198,7 +198,7 @@ def entries_of(run: Run, metric: str, *, prefix: str = "") -> list[Entry]:
     """The run's trials as entries of a comparison; trials of which no fold finished among them."""
     scores = fold_scores(run)
     keys = _folds_key(run), _tokens_key(run) if metric in LOSSES else ""
-    notes = {event["trial"]: f"given up: {event['reason']}" for event in run.events("trial_given_up")}
+    notes = _notes(run)
     entries = []
     listed = settings_of(run)
     for trial, settings in listed.items():
@@ -207,6 +207,14 @@ def entries_of(run: Run, metric: str, *, prefix: str = "") -> list[Entry]:
         by_fold = scores.get(trial, {}).get(metric, {})
         entries.append(Entry(name, by_fold, *keys, notes.get(trial, ""), trial))
     return entries
+
+
+def _notes(run: Run) -> dict[int, str]:
+    """trial → what to mind of its scores."""
+    lanes = run.finished_lanes().items()
+    chosen = {trial for (trial, fold), event in lanes if fold is not None and event["optimistic"]}
+    notes = dict.fromkeys(chosen, "optimistic: held-out rows chose its steps")
+    return notes | {event["trial"]: f"given up: {event['reason']}" for event in run.events("trial_given_up")}
 
 
 def settings_of(run: Run) -> dict[int, dict[str, Any]]:

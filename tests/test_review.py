@@ -34,7 +34,9 @@ def made_rows(tmp_path):
     return load_rows(file, Data(path=str(file)))
 
 
-def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48, finish=True, failed=(), **more):
+def make_run(
+    folder, rows, losses, *, settings=None, curves=None, train_rows=48, finish=True, failed=(), optimistic=(), **more
+):
     """A run whose lane (trial, fold) has these held-out losses: losses[trial, fold]."""
     recipe = Recipe.build({"model": "m", "data": rows.name, "output": str(folder), **more})
     numbers = [row.number for row in rows.rows]
@@ -62,7 +64,7 @@ def make_run(folder, rows, losses, *, settings=None, curves=None, train_rows=48,
                 run.record(
                     "lane_finished", trial=trial, fold=fold, loss=float(losses[trial][fold]), perplexity=math.exp(losses[trial][fold]),
                     token_accuracy=0.5, nll=float(nll.sum()), rows=len(held), tokens=int(tokens.sum()), base_loss=3.0,
-                    train_rows=size, optimistic=False, steps=10, step=10, losses=[],
+                    train_rows=size, optimistic=trial in optimistic, steps=10, step=10, losses=[],
                 )  # fmt: skip
         if finish:
             record_pooled(run)
@@ -282,3 +284,9 @@ def test_the_hardest_rows_are_the_best_trials(tmp_path):
         hardest = hardest_rows(run, Result.read(folder).report["best"])
     assert len(hardest) == 20 and {row["trial"] for row in hardest} == {1}
     assert hardest[0]["row"] == 4, "its loss was raised"
+
+
+def test_a_ranking_notes_which_scores_are_optimistic(tmp_path):
+    losses = np.array([[1.0, 1.2, 0.9, 1.1, 1.0], [1.5, 1.7, 1.4, 1.6, 1.51]])
+    folder = make_run(tmp_path / "run", made_rows(tmp_path), losses, optimistic=[0])
+    assert [place.note for place in compare_runs([folder]).places] == ["optimistic: held-out rows chose its steps", ""]

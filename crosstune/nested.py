@@ -184,8 +184,9 @@ def _one_fold(asked: Asked, outer: Fold, inner: Sequence[Fold], progress: Progre
         progress=progress, retry_failed=retry_failed,
     )  # fmt: skip
     if chosen.report["best"] is None:
+        why = f"every lane of the choice failed ({chosen.failed[0]['reason']})" if chosen.failed else f"no {metric}"
         raise LaneFailed(
-            f"outer fold {outer.index}: every lane of the choice failed ({chosen.failed[0]['reason']})",
+            f"outer fold {outer.index}: {why}",
             f"Mend what it names, then run again with --retry-failed (retry_failed=True); see {chosen.run}.",
         )
     settings = chosen.best["settings"]

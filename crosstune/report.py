@@ -62,10 +62,11 @@ def report_page(run: Run) -> str:
 
 
 def sentence(report: Mapping[str, Any]) -> str:
-    """What the losses say, in one sentence, of the trial that comes first in the ranking."""
-    best = next((trial for trial in report["trials"] if trial["trial"] == report["best"]), None)
-    if best is None or best["mean"] is None:
+    """What the losses say, in one sentence, of the trial that comes first in the ranking, or is the first."""
+    scored = [trial for trial in report["trials"] if trial["mean"] is not None]
+    if not scored:
         return "No fold has finished."
+    best = next((trial for trial in scored if trial["trial"] == report["best"]), scored[0])
     better = sum(fold["loss"] < fold["base_loss"] for fold in best["folds"])
     low, high = best["interval95"] or (None, None)
     known = f" (95%: {low:.4f} to {high:.4f})" if low is not None else ""

@@ -14,7 +14,16 @@ import numpy as np
 
 from crosstune.errors import MissingExtra, RunError
 from crosstune.review import compare_runs, epoch_choice, learning_curve, read_review
-from crosstune.scores import baselines, fold_scores, held_out_share_of, known, limits, metric_summaries, rank_run
+from crosstune.scores import (
+    baselines,
+    fold_scores,
+    held_out_share_of,
+    known,
+    limits,
+    metric_summaries,
+    rank_if_scored,
+    rank_run,
+)
 from crosstune.stats import fold_interval
 from crosstune.store.run import Run
 
@@ -149,7 +158,8 @@ def make_report(run: Run) -> dict[str, Any]:
             | {"metrics": metric_summaries(run, trial, by_metric), "given_up": gone.get(trial)}
             | {name: tables[name] for name in ("confusion", "calibration") if name in tables}
         )
-    ranking = rank_run(run) if any(trial["finished"] for trial in trials) else None
+    ranking = rank_if_scored(run)
+    nothing = "no fold has a score to rank by" if finished else "no fold finished"
     return {
         "run": str(run.folder),
         "trials": trials,
@@ -159,7 +169,7 @@ def make_report(run: Run) -> dict[str, Any]:
         "out_of_memory": out_of_memory(run),
         "finished": run.is_finished,
         "best": ranking.places[0].trial if ranking else None,
-        "conclusion": ranking.sentence if ranking else "no fold finished",
+        "conclusion": ranking.sentence if ranking else nothing,
         "ranking": ranking.to_json() if ranking else [],
         "warnings": list(ranking.warnings) if ranking else [],
         "baselines": baselines(run),

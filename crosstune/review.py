@@ -27,6 +27,7 @@ from crosstune.scores import (
     fold_scores,
     held_out_share_of,
     join,
+    rank_if_scored,
     rank_run,
     right_and_chances,
     settings_of,
@@ -52,7 +53,8 @@ def review_rows(run: Run, rows: Rows, *, say: Callable[[str], None]) -> tuple[Su
     finished = [key for key in run.finished_lanes() if key[1] is not None]
     if not finished:
         return ()
-    trial = rank_run(run).places[0].trial
+    ranking = rank_if_scored(run)
+    trial = finished[0][0] if ranking is None else ranking.places[0].trial
     folds = sorted(fold for t, fold in finished if t == trial and fold is not None)
     found = [_by_loss(run, rows, trial, folds), _by_label(run, trial, folds, say)]
     suspects = join_suspects(*(one for part in found for one in part))
@@ -118,12 +120,15 @@ def learning_curve(run: Run, metric: str = "loss") -> LearningCurve:
             f"{run.folder} swept no learning curve (three shares or more, and nothing else)",
             "Set sweep: {train_share: [0.25, 0.5, 1.0]}.",
         )
-    folds = sorted(set.intersection(*(set(scores[trial][metric]) for trial in shared)))
+    known = [{fold for fold, score in scores[trial][metric].items() if math.isfinite(score)} for trial in shared]
+    folds = sorted(set.intersection(*known))
+    if not folds:
+        raise RunError(f"no fold of {run.folder} has a {metric} for every share", "See its failed lanes.")
     lanes = run.finished_lanes()
     sizes = [float(np.mean([lanes[trial, fold]["train_rows"] for fold in folds])) for trial in shared]
     table = [[scores[trial][metric][fold] for trial in shared] for fold in folds]
     higher = find_metric(metric).higher_is_better
-    rope = 0.01 * abs(float(np.mean(table)))
+    rope = equivalent_of(run) * abs(float(np.mean(table)))
     share = held_out_share_of(run)
     return fit_learning_curve(sizes, table, test_share=share, rope=rope, higher_is_better=higher)
 

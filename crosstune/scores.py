@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.compare import Entry, Ranking, rank_trials
+from crosstune.errors import DataError
 from crosstune.metrics import Metric, find_metric, find_metrics
 from crosstune.metrics.choice import calibration, confusion
 from crosstune.stats import Interval, fold_interval, ratio_interval, statistic_interval
@@ -187,6 +188,14 @@ def rank_run(run: Run, metric: str | None = None) -> Ranking:
         equivalent=equivalent_of(run),
         higher_is_better=find_metric(name).higher_is_better,
     )
+
+
+def rank_if_scored(run: Run) -> Ranking | None:
+    """The run's ranking by its sweep's metric; None while no trial has a score."""
+    try:
+        return rank_run(run)
+    except DataError:
+        return None
 
 
 def equivalent_of(run: Run) -> float:

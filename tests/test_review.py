@@ -290,3 +290,25 @@ def test_a_ranking_notes_which_scores_are_optimistic(tmp_path):
     losses = np.array([[1.0, 1.2, 0.9, 1.1, 1.0], [1.5, 1.7, 1.4, 1.6, 1.51]])
     folder = make_run(tmp_path / "run", made_rows(tmp_path), losses, optimistic=[0])
     assert [place.note for place in compare_runs([folder]).places] == ["optimistic: held-out rows chose its steps", ""]
+
+
+def test_a_run_none_of_whose_lanes_has_the_sweeps_metric_is_read_all_the_same(tmp_path):
+    """As it is while answers are still to be written, or where a function of one's own gives nan."""
+    sweep = {"sweep": {"lora.rank": [8, 16], "metric": "accuracy"}, "evaluate": {"metrics": ["accuracy"]}}
+    folder = make_run(tmp_path / "run", made_rows(tmp_path), np.array([[1.0] * FOLDS, [2.0] * FOLDS]), **sweep)
+    result = Result.read(folder)
+    assert result.report["best"] is None and result.report["conclusion"] == "no fold has a score to rank by"
+    assert result.suspects()[0].row == 4 and "No fold has finished" not in report_page(Run.read(folder))
+
+
+def test_a_learning_curve_leaves_out_folds_that_a_share_lacks(tmp_path):
+    sizes, shares = [12, 24, 48], [{"train.share": share} for share in (0.25, 0.5, 1.0)]
+    losses = np.array([[2 + 5 * n**-0.5 + f for f in (0.1, 0.0, 0.3, 0.2, 0.15)] for n in sizes])
+    some = make_run(tmp_path / "some", made_rows(tmp_path), losses, settings=shares, train_rows=sizes, failed=[(0, 1)])
+    assert learning_curve(Run.read(some)).means == pytest.approx(losses[:, [0, 2, 3, 4]].mean(axis=1))
+    none = make_run(
+        tmp_path / "none", made_rows(tmp_path), losses, settings=shares, train_rows=sizes,
+        failed=[(0, 0), (0, 1), (1, 2), (1, 3), (2, 4)],
+    )  # fmt: skip
+    with pytest.raises(RunError, match="for every share"):
+        learning_curve(Run.read(none))

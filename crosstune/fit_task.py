@@ -56,7 +56,9 @@ def task_of_run(folder: Path, trial: int | str, asked: Asked) -> Task:
     axes = read_sweep(asked.recipe)[1] if asked.recipe.sweep else ()
     alone = {axis.name: axis.values[0] for axis in axes if not axis.is_range and len(axis.values) == 1}
     chosen = make_trial(asked.recipe, int(number), {**alone, **known[number]["settings"]})
-    return Task(asked, (chosen,), expected={chosen.index: expected_of(Run.read(folder), chosen)})
+    among = len(result.trials) if trial == "best" else 1
+    expected = expected_of(Run.read(folder), chosen, among=among)
+    return Task(asked, (chosen,), expected={chosen.index: expected})
 
 
 def task_of_recipes(every: Sequence[Asked], held_out: float | None, seeds: Sequence[int]) -> Task:

@@ -27,18 +27,19 @@ class Expected:
     folds: int
     epoch: float
     ends_at: float  # the epoch as a share of all steps
-    optimistic: bool  # the epoch was chosen by these same losses, or the folds' own scores are optimistic
+    optimistic: bool  # something about it was chosen by these same scores
+    chosen: str = ""  # what
 
     def words(self) -> str:
         """One line for a person."""
         interval = "" if self.low is None or self.high is None else f" [{self.low:.4f}, {self.high:.4f}] (95%)"
-        said = ", optimistic: the epoch was chosen by these scores" if self.optimistic else ""
+        said = f", optimistic: these scores chose {self.chosen}" if self.optimistic else ""
         return f"loss {self.loss:.4f}{interval} over {self.folds} folds at epoch {self.epoch:g}{said}"
 
     def facts(self) -> dict[str, Any]:
         """For the model card."""
         interval = "unknown" if self.low is None else [self.low, self.high]
-        why = "yes: the epoch was chosen by these same scores" if self.optimistic else "no"
+        why = f"yes: these same scores chose {self.chosen}" if self.optimistic else "no"
         return {
             "loss": self.loss,
             "95% interval": interval,
@@ -90,9 +91,10 @@ class Fit:
         return "\n".join(line for one in self.fits for line in _lines(one)) + f"\n{seconds_words(self.seconds)}"
 
 
-def expected_of(run: Run, trial: Trial) -> Expected:
+def expected_of(run: Run, trial: Trial, *, among: int = 1) -> Expected:
     """The epoch at which the folds of a trial were best on average, and their losses there.
 
+    `among`: the number of trials of which it was picked as the best, which makes its losses optimistic.
     Early stopping chose an epoch for each fold already: its median is taken, and the folds' final losses.
     """
     train = trial.recipe.train
@@ -104,28 +106,33 @@ def expected_of(run: Run, trial: Trial) -> Expected:
         if event["trial"] == trial.index and event["fold"] in finished:
             at = event["step"] / train.max_steps if train.max_steps else event["epoch"] / train.epochs
             by_step.setdefault(round(min(at, 1.0), 9), {})[event["fold"]] = event
-    optimistic = any(event["optimistic"] for event in finished.values())
+    chosen = ["each fold's steps"] if any(event["optimistic"] for event in finished.values()) else []
+    if among > 1:
+        chosen.append(f"the best of {among} trials")
     if train.stop is not None:
         kept = [_share_at(by_step, fold, event["kept_step"]) for fold, event in finished.items()]
         losses, at = [event["loss"] for event in finished.values()], float(np.median(kept))
-        return _expected(losses, share, at, train.epochs, optimistic)
+        return _expected(losses, share, at, train.epochs, chosen)
     whole = {at: events for at, events in by_step.items() if len(events) == len(finished)}
     if not whole or run.stored_recipe()["sweep"].get("metric", "loss") != "loss":
-        return _expected([event["loss"] for event in finished.values()], share, 1.0, train.epochs, optimistic)
+        return _expected([event["loss"] for event in finished.values()], share, 1.0, train.epochs, chosen)
     means = {at: float(np.mean([event["loss"] for event in events.values()])) for at, events in whole.items()}
     at = min(means, key=lambda share_of_steps: (means[share_of_steps], share_of_steps))
-    chosen = [whole[at][fold]["loss"] for fold in sorted(whole[at])]
-    return _expected(chosen, share, at, train.epochs, optimistic or at < max(whole))
+    if at < max(whole):
+        chosen.append("the epoch")
+    losses = [whole[at][fold]["loss"] for fold in sorted(whole[at])]
+    return _expected(losses, share, at, train.epochs, chosen)
 
 
 def _share_at(by_step: Mapping[float, Mapping[int, Mapping[str, Any]]], fold: int, step: int) -> float:
     return next((at for at, events in by_step.items() if fold in events and events[fold]["step"] == step), 1.0)
 
 
-def _expected(losses: Sequence[float], test_share: float, at: float, epochs: float, optimistic: bool) -> Expected:
+def _expected(losses: Sequence[float], test_share: float, at: float, epochs: float, chosen: Sequence[str]) -> Expected:
     found: Interval = fold_interval(losses, test_share=test_share)
     low, high = (None, None) if math.isnan(found.low) else (found.low, found.high)
-    return Expected(found.mean, low, high, len(losses), round(at * epochs, 6), at, optimistic)
+    epoch = round(at * epochs, 6)
+    return Expected(found.mean, low, high, len(losses), epoch, at, bool(chosen), " and ".join(chosen))
 
 
 def _lines(one: Fitted) -> list[str]:

@@ -102,6 +102,7 @@ def test_the_best_trial_of_a_sweep_is_fitted_unless_another_is_named(tiny, tmp_p
     for one in (best, other):
         config = json.loads((one.adapter / "adapter_config.json").read_text())
         assert config["r"] == [2, 4][one.trial] and config["lora_alpha"] == 16
+    assert "the best of 2 trials" in best.expected.chosen and "trials" not in other.expected.chosen
     with pytest.raises(RunError, match="no trial 7"):
         fit(tmp_path / "run", trial=7, progress=Quiet())
 

@@ -12,6 +12,7 @@ from crosstune.cli import main
 from crosstune.crossval import _write_groups
 from crosstune.data.load import load_rows
 from crosstune.errors import RunError
+from crosstune.fitted import expected_of
 from crosstune.recipe import Recipe
 from crosstune.report import hardest_rows, report_page
 from crosstune.result import Result, write_out_of_fold
@@ -21,6 +22,7 @@ from crosstune.scores import group_of, pool_losses, record_pooled
 from crosstune.sections import Data, Folds
 from crosstune.store.run import Run
 from crosstune.suspects import read_row_numbers
+from crosstune.sweep import Trial
 
 ROWS, FOLDS = 60, 5
 
@@ -312,3 +314,21 @@ def test_a_learning_curve_leaves_out_folds_that_a_share_lacks(tmp_path):
     )  # fmt: skip
     with pytest.raises(RunError, match="for every share"):
         learning_curve(Run.read(none))
+
+
+@pytest.mark.parametrize(
+    "losses, among, said",
+    [
+        ([2.0, 1.5, 1.0], 1, "no"),
+        ([2.0, 1.5, 1.0], 4, "yes: these same scores chose the best of 4 trials"),
+        ([2.0, 1.0, 1.5], 1, "yes: these same scores chose the epoch"),
+        ([2.0, 1.0, 1.5], 4, "yes: these same scores chose the best of 4 trials and the epoch"),
+    ],
+)
+def test_what_is_expected_of_a_fit_says_what_those_scores_chose(tmp_path, losses, among, said):
+    curves = [[[loss + fold / 100 for loss in losses] for fold in range(FOLDS)]]
+    ends = np.array([[curve[-1] for curve in curves[0]]])
+    folder = make_run(tmp_path / "run", made_rows(tmp_path), ends, settings=[{}], curves=curves, train={"epochs": 3})
+    expected = expected_of(Run.read(folder), Trial(0, {}, Recipe.load(folder / "recipe.yaml", ())), among=among)
+    assert expected.loss == pytest.approx(min(losses) + 0.02) and expected.facts()["optimistic"] == said
+    assert expected.optimistic == (said != "no") == ("these scores chose" in expected.words())

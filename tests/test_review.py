@@ -332,3 +332,16 @@ def test_what_is_expected_of_a_fit_says_what_those_scores_chose(tmp_path, losses
     expected = expected_of(Run.read(folder), Trial(0, {}, Recipe.load(folder / "recipe.yaml", ())), among=among)
     assert expected.loss == pytest.approx(min(losses) + 0.02) and expected.facts()["optimistic"] == said
     assert expected.optimistic == (said != "no") == ("these scores chose" in expected.words())
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "300"])
+def test_tables_are_whole_however_narrow_the_terminal(tmp_path, capsys, monkeypatch, columns):
+    """At 80 columns names of trials and folds were squeezed to nothing."""
+    monkeypatch.setenv("COLUMNS", columns)
+    losses = np.array([[1.0, 1.2, 0.9, 1.1, 1.0], [1.5, 1.7, 1.4, 1.6, 1.51]])
+    folder = make_run(tmp_path / "run", made_rows(tmp_path), losses)
+    assert main(["compare", str(folder)]) == 0
+    table = capsys.readouterr().out.split("is better than")[0]
+    assert "behind best" in table and "rank=16" in table and "…" not in table
+    show_scores(Result.read(folder).report)
+    assert "token acc." in (said := capsys.readouterr().out) and "…" not in said

@@ -91,6 +91,18 @@ def test_halving_keeps_the_better_half_and_takes_less_than_half_the_lanes():
     assert set(best_high.given_up()) == set(range(10))
 
 
+def test_halving_gives_up_none_that_equals_one_it_keeps():
+    """Shares of right rows: 0.9, 0.8 and three times 0.7, of which one differs in the last bit."""
+    rule = Halving(Sweep(prune="halving"), 6, 5, higher_is_better=True)
+    for trial, score in enumerate([0.7, 0.1, 0.9, 7 * 0.1, 0.7, 0.8]):
+        rule.report(trial, 0, 1, score, final=True)
+    assert set(rule.given_up()) == {1}
+    failing = Halving(Sweep(prune="halving"), 4, 5)
+    for trial in range(4):
+        failing.report(trial, 0, 1, math.nan if trial else 0.5, final=True)
+    assert failing.given_up() == dict.fromkeys([1, 2, 3], "a lane failed")
+
+
 def test_halving_waits_for_all_trials_and_for_prune_after():
     rule = Halving(Sweep(prune="halving", prune_after=2), 4, 5)
     for trial in range(3):

@@ -138,6 +138,7 @@ class _Work:
 def _train(run: Run, work: _Work) -> None:
     """Everything between an opened run and its last lane."""
     from crosstune.record import Recorder
+    from crosstune.store.writers import Writers
     from crosstune.train.fault import blamed
     from crosstune.workers.schedule import Schedule
 
@@ -150,7 +151,8 @@ def _train(run: Run, work: _Work) -> None:
     base_scores = _score_base(run, work)
     examine = _examine_base(run, work)
     trials: dict[int, Trial] = {}
-    recorder = Recorder(run, recipe, trials, work.tokens, work.tokenizer, base_scores)
+    writers = Writers()
+    recorder = Recorder(run, recipe, trials, work.tokens, work.tokenizer, base_scores, writers)
     metric = str(recipe.sweep.get("metric", "loss"))
     share = held_out_share([(len(fold.train), len(fold.held_out)) for fold in work.folds])
     search = open_search(
@@ -160,7 +162,7 @@ def _train(run: Run, work: _Work) -> None:
         run, search, lambda trial: _as_kept(run, make_jobs(work.workers, trial, work.folds)),
         trials=trials, lanes=plan.lanes, metric=metric, report=recorder, examine=examine,
     )  # fmt: skip
-    with recorder:
+    with writers:
         work.workers.run_waves(
             schedule.waves(), work.tokens, plan, report=schedule.report,
             checkpoints=checkpoints_of(run, recipe, work.interrupts, progress),

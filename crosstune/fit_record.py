@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,11 +15,13 @@ from crosstune.fitted import Expected
 from crosstune.recipe import Recipe
 from crosstune.record import record_memory, short
 from crosstune.store.run import Run
+from crosstune.store.writers import Writers
 from crosstune.sweep import Trial
-from crosstune.train.events import Event, LaneFinished, LaneRetired
+from crosstune.train.events import Event, LaneFinished, LaneRetired, LanesOver
 from crosstune.train.fault import blamed
 from crosstune.train.lane import LaneJob, RowScores
 from crosstune.train.recover import PlanChanged, WaveSplit
+from crosstune.workers.waves import key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +36,42 @@ class FitRecorder:
     tokenizer: PreTrainedTokenizerBase
     base_files: Mapping[str, str]
     base_scores: RowScores | None
+    writers: Writers
 
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
         if isinstance(event, PlanChanged | WaveSplit):
             record_memory(self.run, event, allowed=self.recipe.lint.allow)
-        if isinstance(event, LaneFinished | LaneRetired) and (event.job.trial, None) in self.run.lanes_over():
+        if isinstance(event, LanesOver):
+            for lane in event.lanes:
+                self._begin_to_save(lane)
+        if isinstance(event, LaneFinished | LaneRetired) and key(event.job) in self.run.lanes_over():
             return
         if isinstance(event, LaneRetired):
             self._fail(event.job, event.reason, event.step)
         elif isinstance(event, LaneFinished):
             with blamed(lambda reason: self._fail(event.job, reason, event.steps)):
-                self._write(event)
+                self._finish(event)
 
     def _fail(self, job: LaneJob, reason: str, step: int) -> None:
+        self.writers.drop(key(job))
         self.run.record("lane_failed", trial=job.trial, fold=None, reason=reason, step=step)
 
-    def _write(self, event: LaneFinished) -> None:
+    def _begin_to_save(self, event: LaneFinished) -> None:
+        if key(event.job) not in self.run.lanes_over():
+            self.writers.begin("lane", key(event.job), partial(self._save, event))
+
+    def _finish(self, event: LaneFinished) -> None:
+        """The lane's line in the journal, once its folder is on the disk."""
+        self._begin_to_save(event)
+        facts = self.writers.result("lane", key(event.job))
+        losses = [short(loss) for loss in event.losses]
+        self.run.record(
+            "lane_finished", trial=event.job.trial, fold=None, losses=losses, seconds=event.seconds, **facts
+        )
+
+    def _save(self, event: LaneFinished) -> dict[str, Any]:
+        """The lane's adapter, by a thread of its own: what the journal then says of it."""
         job = event.job
         facts: dict[str, Any] = {
             "settings": dict(self.trials[job.trial].settings),
@@ -71,8 +93,7 @@ class FitRecorder:
             card=self._card(job, facts),
             base_files=self.base_files,
         )
-        losses = [short(loss) for loss in event.losses]
-        self.run.record("lane_finished", trial=job.trial, fold=None, losses=losses, seconds=event.seconds, **facts)
+        return facts
 
     def _held_out(self, event: LaneFinished) -> dict[str, float] | None:
         if self.base_scores is None:

@@ -176,6 +176,7 @@ def _train(
 ) -> None:
     """Train the lanes that aren't over, and write each as it ends."""
     from crosstune.fit_record import FitRecorder
+    from crosstune.store.writers import Writers
     from crosstune.train.evaluate import score_base
     from crosstune.workers.waves import waves_left
 
@@ -183,6 +184,7 @@ def _train(
     tokens, held_out = scene.inputs.tokens, scene.fold.held_out
     score = partial(score_base, most_tokens=plan.evaluate_tokens)
     base_scores = scene.workers.apply(score, tokens, held_out) if held_out else None
+    writers = Writers()
     recorder = FitRecorder(
         run=run,
         recipe=recipe,
@@ -192,10 +194,12 @@ def _train(
         tokenizer=scene.inputs.tokenizer,
         base_files=_base_files(scene.task.asked),
         base_scores=base_scores,
+        writers=writers,
     )
     waves = waves_left(jobs, plan.lanes, over=run.lanes_over(), again=run.lanes_again())
     checkpoints = checkpoints_of(run, recipe, interrupts, progress)
-    scene.workers.run_waves(waves, tokens, plan, report=recorder, checkpoints=checkpoints)
+    with writers:
+        scene.workers.run_waves(waves, tokens, plan, report=recorder, checkpoints=checkpoints)
 
 
 def _base_files(asked: Asked) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from crosstune.data.tokens import Tokens
 from crosstune.export.adapter import Written, save_adapter, write_weights
 from crosstune.recipe import Recipe
 from crosstune.store.run import Run
-from crosstune.store.state import Lane
+from crosstune.store.writers import Writers
 from crosstune.sweep import Trial
 from crosstune.train.events import (
     Event,
@@ -37,7 +37,6 @@ from crosstune.train.lane import LaneJob, RowScores
 from crosstune.train.recover import PlanChanged, WaveSplit, is_out_of_memory
 from crosstune.workers.waves import key
 
-WRITERS = 16  # adapters written while their lanes are scored, and folders made, at a time
 EARLY = ".adapter.part"  # an adapter's tensors, until its scores are known
 
 
@@ -51,19 +50,10 @@ class Recorder:
     tokens: Tokens
     tokenizer: Any
     base_scores: RowScores
+    writers: Writers
 
     def __post_init__(self) -> None:
         self._scored = {(event["trial"], event["fold"], event["step"]) for event in self.run.events("lane_evaluated")}
-        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="crosstune-writer")
-        self._being_written: dict[Lane, Future[Any]] = {}  # adapters of lanes that are being scored
-        self._being_saved: dict[Lane, Future[Any]] = {}  # lanes that are over
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """However the waves ended: no thread writes any more."""
-        self._writers.shutdown(wait=True, cancel_futures=True)
 
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
@@ -82,10 +72,8 @@ class Recorder:
             with blamed(lambda reason: self._fail(event.job, reason, event.step)):
                 self._keep_step(event)
         elif isinstance(event, LaneTrained):
-            if key(event.job) in self._being_written:  # told before memory ran out in its evaluation
-                return
-            file = self.folder(event.job) / EARLY
-            self._being_written[key(event.job)] = self._writers.submit(_write, file, event.adapter)
+            file = self.folder(event.job) / EARLY  # once, though told again where memory ran out in its evaluation
+            self.writers.begin("adapter", key(event.job), partial(_write, file, event.adapter))
         elif isinstance(event, LanesOver):
             for lane in event.lanes:
                 if key(lane.job) not in self.run.lanes_over():
@@ -104,9 +92,7 @@ class Recorder:
             self.run.record("wave_finished", lanes=[[job.trial, job.fold] for job in event.jobs], **facts)
 
     def _fail(self, job: LaneJob, reason: str, step: int) -> None:
-        for under_way in (self._being_written, self._being_saved):
-            if (writing := under_way.pop(key(job), None)) is not None:
-                wait([writing])
+        self.writers.drop(key(job))
         shutil.rmtree(self.folder(job), ignore_errors=True)  # what was written of it before it failed
         self.run.record("lane_failed", **_lane(job), reason=reason, step=step)
 
@@ -116,17 +102,16 @@ class Recorder:
         self._save_adapter(event.job, event.adapter, name, {"step": event.step})
         for old in self.folder(event.job).glob("step-*"):
             if old.name != name:
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)  # what is left of it now goes with the next one
 
     def _begin_to_save(self, event: LaneFinished) -> None:
-        written = self._being_written.pop(key(event.job), None)
-        self._being_saved[key(event.job)] = self._writers.submit(self._save, event, written)
+        written = self.writers.take("adapter", key(event.job))
+        self.writers.begin("lane", key(event.job), partial(self._save, event, written))
 
     def _finish(self, event: LaneFinished) -> None:
         """The lane's line in the journal, once its folder is on the disk."""
-        if key(event.job) not in self._being_saved:
-            self._begin_to_save(event)
-        record = self._being_saved.pop(key(event.job)).result()
+        self._begin_to_save(event)
+        record = self.writers.result("lane", key(event.job))
         losses = [short(loss) for loss in event.losses]
         self.run.record("lane_finished", **_lane(event.job), **record, seconds=event.seconds, losses=losses)
 

@@ -29,9 +29,11 @@ from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.progress import Quiet
 from crosstune.recipe import Recipe
 from crosstune.store.run import Run
+from crosstune.train.checkpoint import no_checkpoints
 from crosstune.yaml_text import dump_yaml
 from tests import poison
 from tests.kill_run import digests, unreadable
+from tests.test_record import all_at_once
 
 ray = pytest.importorskip("ray")
 from crosstune.workers import cluster as cluster_module  # noqa: E402
@@ -122,6 +124,36 @@ def test_answers_and_sweeps_are_the_same_too(
     cross_validate(asked(tiny, tmp_path / "alone", ray=None, **more), progress=Quiet())
     cross_validate(asked(tiny, tmp_path / "run", **more), progress=Quiet())
     assert same(tmp_path / "run", tmp_path / "alone")
+
+
+def test_lanes_that_end_together_are_saved_side_by_side(
+    cluster: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = {"lanes": 3}
+    cross_validate(asked(tiny, tmp_path / "alone", ray=None, device=device), progress=Quiet())
+    all_at_once(3, monkeypatch)
+    cross_validate(asked(tiny, tmp_path / "run", workers=1, device=device), progress=Quiet())
+    assert same(tmp_path / "run", tmp_path / "alone")
+
+
+def test_an_interrupt_does_not_wait_for_a_worker_that_the_cluster_may_have_no_place_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = workers_ray.RayWorkers.__new__(workers_ray.RayWorkers)
+    workers.progress, workers.interrupts, workers._actors, workers._busy = Quiet(), Interrupts(), [None], []
+
+    def lost_and_asked_to_end(self: Any, one: Any, task: Any) -> None:
+        one.started, self.interrupts.asked = object(), signal.SIGTERM
+
+    def waits(self: Any) -> Any:
+        raise AssertionError("it waits for the worker")
+
+    monkeypatch.setattr(workers_ray.ray, "put", lambda tokens: tokens)
+    monkeypatch.setattr(workers_ray.RayWorkers, "_hand_out", lost_and_asked_to_end)
+    monkeypatch.setattr(workers_ray.RayWorkers, "_with_news", waits)
+    with pytest.raises(Interrupted):
+        workers.run_waves([[]], None, None, report=print, checkpoints=lambda jobs: no_checkpoints())
+    assert not workers._busy
 
 
 def kill_some_worker(chance: random.Random, wait: float) -> None:

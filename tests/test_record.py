@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from crosstune import fit_record as fit_record_module
 from crosstune import record as record_module
 from crosstune.crossval import cross_validate
-from crosstune.errors import RunError
+from crosstune.errors import LaneFailed, RunError
 from crosstune.export.folder import CHECKSUMS, wrong_checksums
+from crosstune.fitting import fit
 from crosstune.interrupt import Interrupts
 from crosstune.model.attach import Slots
 from crosstune.progress import Quiet
@@ -31,6 +33,41 @@ from tests.lanes import Outcome, PlanOf, Shrinking, fold_job, fp32_base, random_
 from tests.test_faults import asked
 
 real_save = record_module.save_adapter
+
+
+def all_at_once(parties: int, patch: pytest.MonkeyPatch, module: Any = record_module) -> None:
+    """No adapter is saved unless so many are being saved."""
+    met = threading.Barrier(parties, timeout=60)
+
+    def save_adapter(folder: Path, *args: Any, **how: Any) -> None:
+        met.wait()
+        real_save(folder, *args, **how)
+
+    patch.setattr(module, "save_adapter", save_adapter)
+
+
+def test_adapters_of_a_fit_are_saved_side_by_side(
+    tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_at_once(3, monkeypatch, fit_record_module)
+    fits = fit(asked(tiny, cases, tmp_path / "fit"), seeds=[1, 2, 3], progress=Quiet()).fits
+    assert len(fits) == 3 and not [one for one in fits if wrong_checksums(one.adapter)]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("crosstune-writer")]
+
+
+def test_an_adapter_of_a_fit_that_cannot_be_saved_fails_alone(
+    tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_adapter(folder: Path, *args: Any, **how: Any) -> None:
+        if "trial-0" in str(folder):
+            raise IndexError("no such tensor")
+        real_save(folder, *args, **how)
+
+    with monkeypatch.context() as patch, pytest.raises(LaneFailed, match="IndexError: no such tensor"):
+        patch.setattr(fit_record_module, "save_adapter", save_adapter)
+        fit(asked(tiny, cases, tmp_path / "fit"), seeds=[1, 2], progress=Quiet())
+    run = Run.read(tmp_path / "fit")
+    assert list(run.failed_lanes()) == [(0, None)] and list(run.finished_lanes()) == [(1, None)]
 
 
 @pytest.mark.parametrize("train", [{}, {"keep": "best", "stop": {"share": 0.2, "patience": 9}}], ids=["last", "best"])

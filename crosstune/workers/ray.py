@@ -27,7 +27,7 @@ from crosstune.memory.visible import show_gpus
 from crosstune.progress import Progress, stage
 from crosstune.recipe import Recipe
 from crosstune.train.checkpoint import Checkpoints
-from crosstune.train.events import GivenUp, Report
+from crosstune.train.events import GivenUp, LanesOver, Report
 from crosstune.train.fault import WaveFault, reason_of
 from crosstune.train.lane import LaneJob
 from crosstune.train.recover import PlanChanged, WaveSplit
@@ -140,10 +140,10 @@ class RayWorkers:
                     while len(busy) < width and not self.interrupts.asked and (jobs := next(waiting, None)) is not None:
                         busy.append(_Busy(jobs, checkpoints(jobs), min(self._free())))
                         self._hand_out(busy[-1], task)
+                    if self.interrupts.asked:
+                        self._stop_all()
                     if not busy:
                         return
-                    if self.interrupts.asked:
-                        self._pass_on_stop()
                     for one in self._with_news():
                         if not self._hear(one, task):
                             busy.remove(one)
@@ -173,8 +173,6 @@ class RayWorkers:
         """Take the next item of a stream; False when the wave is over."""
         try:
             if one.started is not None:
-                if self.interrupts.asked:
-                    return False
                 self._equip(self._actors[one.worker])
                 self._hand_out(one, task)
                 return True
@@ -191,6 +189,10 @@ class RayWorkers:
         elif isinstance(item, Asking):
             answer = {key(job): task.given_up(job) for job in one.jobs} if task.given_up else {}
             self._actors[one.worker].answer.options(concurrency_group="control").remote(answer)
+        elif isinstance(item, LanesOver):
+            task.report(item)
+            for event in item.lanes:
+                task.report(event)
         elif not isinstance(item, Stopped):
             task.report(item)
         if isinstance(item, PlanChanged | WaveSplit):
@@ -226,10 +228,14 @@ class RayWorkers:
         one.started = self._actors[one.worker].facts.remote()
         return True
 
-    def _pass_on_stop(self) -> None:
-        for one in self._busy:
+    def _stop_all(self) -> None:
+        """Waves under way are to end after their step; those that wait for a worker, who may never come, end here."""
+        for one in list(self._busy):
             if one.started is None:
                 self._actors[one.worker].stop.options(concurrency_group="control").remote(self.interrupts.asked)
+            else:
+                one.kept.close()
+                self._busy.remove(one)
 
     # — workers —
 

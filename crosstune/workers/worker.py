@@ -161,7 +161,7 @@ class Worker:
 
         from crosstune.interrupt import Interrupted
         from crosstune.train.checkpoint import Checkpoints
-        from crosstune.train.events import LanesOver, LaneTrained
+        from crosstune.train.events import LaneFinished, LaneTrained
         from crosstune.train.run_wave import run_wave
 
         class Relayed(Checkpoints):
@@ -175,7 +175,7 @@ class Worker:
                 out.put(Kept(packed))
 
         def tell(event: Any) -> None:
-            if not isinstance(event, LaneTrained | LanesOver):  # `LaneFinished` brings the adapter: it travels once
+            if not isinstance(event, LaneTrained | LaneFinished):  # `LanesOver` brings adapters: each travels once
                 out.put(event)
 
         torch.set_num_threads(self.threads)

@@ -207,9 +207,14 @@ def test_served_under_vllms_own_ranks():
 
 def test_secrets_and_paths_stay_out_of_the_card(tiny, tmp_path):
     token = "hf_" + "a1B2" * 9
-    export(tmp_path / "adapter", tiny, Lora(rank=4), card={"data": "/home/me/rows.jsonl", "note": f"read with {token}"})
+    export(
+        tmp_path / "adapter",
+        tiny,
+        Lora(rank=4),
+        card={"data": "/home/me/rows.jsonl", "settings": {"also": ["../me/rows"]}, "note": f"read with {token}"},
+    )
     for file in ("README.md", "crosstune.json"):
         text = (tmp_path / "adapter" / file).read_text()
         assert token not in text
-    card = (tmp_path / "adapter" / "README.md").read_text()
-    assert "/home/me" not in card and "rows.jsonl" in card
+        assert "/home/me" not in text and "../me" not in text and "rows.jsonl" in text
+        assert str(tiny.parent) not in text and tiny.name in text

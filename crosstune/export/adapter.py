@@ -19,7 +19,7 @@ import torch
 from peft import LoraConfig
 from transformers import GenerationConfig
 
-from crosstune.export.card import model_card, public_name, versions
+from crosstune.export.card import model_card, public_facts, public_name, versions
 from crosstune.export.folder import new_folder, sha256, write_checksums
 from crosstune.export.serve import serve_section, write_modelfile
 from crosstune.export.weights import write_tensors
@@ -83,8 +83,8 @@ def save_adapter(
         if base_files:
             sums = "".join(f"{digest}  {name}\n" for name, digest in sorted(base_files.items()))
             (work / BASE_CHECKSUMS).write_text(sums, encoding="utf-8")
-        facts = redact_tree(dict(card))
-        write_json(work / FACTS, {"base": base_name, "card": facts, "versions": versions()}, sort=False)
+        facts = public_facts(redact_tree(dict(card)))
+        write_json(work / FACTS, {"base": public_name(base_name), "card": facts, "versions": versions()}, sort=False)
         serve = serve_section("adapter", base_name=base_name, rank=lora.rank)
         text = model_card(facts, base_name=base_name, kind="adapter", serve=serve)
         (work / "README.md").write_text(text, encoding="utf-8")

@@ -47,6 +47,15 @@ def public_name(name: str) -> str:
     return parts[-1] if parts else name
 
 
+def public_facts(tree: Any) -> Any:
+    """A card's facts with no place of this machine in them: the last part of each path, nested ones too."""
+    if isinstance(tree, Mapping):
+        return {key: public_facts(value) for key, value in tree.items()}
+    if isinstance(tree, str):
+        return public_name(tree) if tree.startswith(("/", "~/", "./", "../")) else tree
+    return [public_facts(value) for value in tree] if isinstance(tree, list | tuple) else tree
+
+
 def is_path(name: str) -> bool:
     """Whether `name` is a place on this machine and not a hub id."""
     rooted = name.startswith(("/", "./", "../", "~")) or "\\" in name or name[1:3] in (":/", ":\\")
@@ -82,6 +91,4 @@ def _words(value: Any) -> str:
         return ", ".join(f"{_heading(str(key), first=False)} {_words(part)}" for key, part in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(_words(part) for part in value)
-    text = str(value)
-    text = public_name(text) if text.startswith(("/", "~/")) else text
-    return text.replace("|", "\\|").replace("\n", " ")
+    return str(public_facts(value)).replace("|", "\\|").replace("\n", " ")

@@ -142,3 +142,19 @@ sys.exit(main(["merge", sys.argv[1], "--out", sys.argv[2]]))
     done = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent.parent, check=False)
     assert done.returncode == 143, done.stderr
     assert [place.name for place in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", ['{"eos_tok', "[]", ""], ids=["cut", "a list", "empty"])
+def test_a_damaged_file_of_the_base_is_named(tmp_path, name, text):
+    base = make_tiny(tmp_path / "base")
+    export(tmp_path / "adapter", base, Lora(rank=4))
+    (base / name).write_text(text)
+    assert name in refused(tmp_path, "can't be read|holds no JSON object").problem
+
+
+def test_an_index_that_names_no_tensor_is_refused(tmp_path):
+    base = make_tiny(tmp_path / "base")
+    export(tmp_path / "adapter", base, Lora(rank=4))
+    (base / "model.safetensors.index.json").write_text("{}")
+    refused(tmp_path, "names no tensor")

@@ -5,7 +5,6 @@ What the adapter brings (it was trained with it) goes before what the base has.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from crosstune.errors import ModelError, first_line
 from crosstune.export.adapter import GENERATION, write_json
+from crosstune.export.folder import read_json
 from crosstune.export.merger import Merger
 
 TOKENIZER = (
@@ -55,8 +55,8 @@ def merged_config(merger: Merger) -> dict[str, Any]:
 
 def generation_fields(base: Path, adapter: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The base's generation config with every stop token that base, adapter or tokenizer knows."""
-    fields = {**_read_json(base / GENERATION)}
-    known = (fields, _read_json(base / "config.json"), _read_json(adapter / GENERATION))
+    fields = {**_read_json_if_there(base / GENERATION)}
+    known = (fields, _read_json_if_there(base / "config.json"), _read_json_if_there(adapter / GENERATION))
     stops = {token for source in known for token in _ids(source.get("eos_token_id"))} | set(
         _ids(tokenizer.eos_token_id)
     )
@@ -81,7 +81,7 @@ def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def stop_ids_in(folder: Path) -> tuple[int, ...]:
     """All stop tokens that the generation config of a model or adapter folder names."""
-    return tuple(_ids(_read_json(folder / GENERATION).get("eos_token_id")))
+    return tuple(_ids(_read_json_if_there(folder / GENERATION).get("eos_token_id")))
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -97,11 +97,8 @@ def _copy_tokenizer(source: Path, out: Path) -> None:
         shutil.copytree(source / TEMPLATES, out / TEMPLATES)
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        return {}
-    tree = json.loads(file.read_text(encoding="utf-8"))
-    return tree if isinstance(tree, dict) else {}
+def _read_json_if_there(file: Path) -> Mapping[str, Any]:
+    return read_json(file) if file.is_file() else {}
 
 
 def _ids(value: int | Iterable[int] | None) -> list[int]:

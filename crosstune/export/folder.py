@@ -6,13 +6,15 @@ Knows files and names only, nothing of models.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from crosstune.errors import RunError
+from crosstune.errors import ModelError, RunError, first_line
 from crosstune.store.files import beside, guard, make_folder, sync, sync_folder
 
 CHECKSUMS = "SHA256SUMS"
@@ -56,6 +58,17 @@ def refuse_sources(path: Path, sources: Iterable[Path]) -> None:
                 f"{str(path)!r} is to be written, and {str(source)!r}, which it is made from, would be lost",
                 "Choose another place.",
             )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model or adapter; refused, by its name, where it is damaged."""
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} can't be read: {first_line(error)}", "Fetch or write that file again.") from None
+    if not isinstance(tree, dict):
+        raise ModelError(f"{file} holds no JSON object", "Fetch or write that file again.")
+    return tree
 
 
 def write_checksums(folder: Path, known: Mapping[str, str] | None = None) -> Path:

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from crosstune.errors import ModelError, first_line
 from crosstune.export.adapter import BASE_CHECKSUMS, CONFIG, FACTS, WEIGHTS
 from crosstune.export.changes import Change, LowRank, Replaced, Rows
-from crosstune.export.folder import wrong_checksums
+from crosstune.export.folder import read_json, wrong_checksums
 
 PREFIX = "base_model.model."
 Shape = tuple[int, ...]
@@ -156,8 +156,7 @@ def model_config(place: Mapping[str, Any]) -> PretrainedConfig:
 def read_facts(folder: Path) -> dict[str, Any]:
     """The facts of the adapter's card, as `save_adapter` wrote them; {} for an adapter from elsewhere."""
     file = folder / FACTS
-    facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["card"] if file.is_file() else {}
-    return facts
+    return dict(read_json(file).get("card") or {}) if file.is_file() else {}
 
 
 def recorded_checksums(folder: Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from crosstune.errors import ModelError, RunError, first_line
-from crosstune.export.folder import sha256
+from crosstune.export.folder import read_json, sha256
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py")
@@ -64,7 +63,7 @@ def find_weights(name: str, *, revision: str | None = None) -> BaseWeights:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelError(f"there is no config.json in {name!r}", "Give the base model's hub id or folder.")
-    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config = read_json(config_file)
     files = _index(folder, name)
     shapes, dtypes = _headers(folder, files)
     return BaseWeights(folder, config, files, shapes, dtypes)
@@ -146,7 +145,9 @@ def _snapshot(name: str, revision: str | None) -> Path:
 def _index(folder: Path, name: str) -> dict[str, str]:
     """Tensor name → file name."""
     if (folder / INDEX).is_file():
-        files: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files: dict[str, str] = read_json(folder / INDEX).get("weight_map") or {}
+        if not files:
+            raise ModelError(f"{INDEX} of {name!r} names no tensor", "Download the base again.")
         missing = sorted({file for file in files.values() if not (folder / file).is_file()})
         if missing:
             raise ModelError(f"{', '.join(missing)} of {name!r} is missing", "Download the base again.")

@@ -26,6 +26,7 @@ from crosstune.yaml_text import write_text as write_text  # also offered here
 
 _CHANGES_NO_RESULT: Any = {
     "output": True,
+    "data": {"path"},  # a file may be moved: a run compares its rows
     "train": {"checkpoint_every"},
     "device": {"gpus", "layers", "offload", "lanes", "micro_batch", "checkpointing", "ray", "workers", "retries"},
 }

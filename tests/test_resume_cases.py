@@ -19,6 +19,7 @@ from safetensors.torch import load, load_file, save_file
 
 from crosstune.crossval import cross_validate
 from crosstune.errors import ModelError, RunError
+from crosstune.fitting import fit
 from crosstune.progress import Quiet
 from crosstune.store.run import Run
 from crosstune.train import wave as wave_module
@@ -258,6 +259,25 @@ def test_m01_nothing_of_a_fold_is_alive_when_the_next_one_begins(
     assert len(set(alive.values())) == 1, alive
     after = [event["live_bytes_after"] for event in Run.read(tmp_path / "run").events("wave_finished")]
     assert len(after) == 4  # the figure for each fold is in the journal
+
+
+def test_rows_that_were_moved_are_the_same_rows_and_a_fit_finds_them_where_they_are(
+    tiny: Path, cases: Path, tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
+    here.write_bytes((cases / "chat8.jsonl").read_bytes())
+    cross_validate(asked(tiny, here, tmp_path / "alone", k=2), progress=Quiet())
+    with pytest.raises(Stopped):
+        cross_validate(asked(tiny, here, tmp_path / "run", k=2), progress=Telling(3))
+    here.rename(there)
+    cross_validate(asked(tiny, there, tmp_path / "run", k=2), progress=Quiet())
+    for fold in range(2):
+        lane = f"lanes/trial-0/fold-{fold}"
+        assert digests(tmp_path / "run" / lane) == digests(tmp_path / "alone" / lane)
+    assert fit(tmp_path / "run", progress=Quiet()).adapter.is_dir()
+    there.write_text("".join(there.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(RunError, match=r"resume-data-changed.*row 8 is gone"):
+        cross_validate(asked(tiny, there, tmp_path / "run", k=2), progress=Quiet())
 
 
 def test_a_finished_run_says_so_and_changes_nothing(tiny: Path, cases: Path, tmp_path: Path) -> None:

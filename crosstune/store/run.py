@@ -124,8 +124,10 @@ class Run:
         return [event for event in self._journal.events if not kinds or event["event"] in kinds]
 
     def stored_recipe(self) -> dict[str, Any]:
-        """The recipe with which the run was begun, as nested mappings."""
-        return dict(self._journal.events[0]["recipe"])
+        """The recipe with which the run was begun, as nested mappings; its rows lie where they were found last."""
+        recipe, opened = dict(self._journal.events[0]["recipe"]), self.events("opened")
+        path = opened[-1].get("data", recipe["data"]["path"]) if opened else recipe["data"]["path"]
+        return {**recipe, "data": {**recipe["data"], "path": path}}
 
     # — what happens —
 
@@ -265,6 +267,7 @@ class Run:
             "opened",
             pid=os.getpid(),
             host=socket.gethostname(),
+            data=recipe.data.path,
             trust_remote_code=recipe.model.trust_remote_code,
             libraries={name: found for name in LIBRARIES if (found := _installed(name))},
         )

@@ -173,6 +173,15 @@ def test_two_processes_on_one_run_the_second_is_told_who_holds_it(tmp_path: Path
     begin(tmp_path / "run").close()  # a dead holder's lock is taken over
 
 
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_flock(*_: object, **how: object) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", no_flock)
+    with pytest.raises(RunError, match="its file system has no locks"):
+        begin(tmp_path / "run")
+
+
 def test_a_lock_is_given_back_when_the_run_is_refused(tmp_path: Path) -> None:
     begin(tmp_path / "run").close()
     for _ in range(2):

@@ -37,6 +37,11 @@ class FolderLock:
                 lock.acquire(timeout=0)
             except Timeout:
                 raise RunError(f"{str(folder)!r} is in use{_holder(note)}", _fix(note)) from None
+            except NotImplementedError:  # a word of filelock: this file system has no flock
+                raise RunError(
+                    f"{str(folder)!r} can't be locked: its file system has no locks",
+                    "Set output to a folder on a disk of this machine.",
+                ) from None
         held = cls(lock, note)
         try:
             since = datetime.now(timezone.utc).isoformat(timespec="seconds")

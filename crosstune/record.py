@@ -63,8 +63,10 @@ class Recorder:
         ):
             return
         if isinstance(event, LaneEvaluated):
-            if (event.job.trial, event.job.fold, event.step) in self._scored:
+            told = (event.job.trial, event.job.fold, event.step)
+            if told in self._scored:
                 return
+            self._scored.add(told)
             self.run.record(
                 "lane_evaluated", **_lane(event.job), step=event.step, epoch=event.epoch, **_sums(event.scores)
             )

@@ -23,7 +23,7 @@ from crosstune.progress import Quiet
 from crosstune.store.run import Run
 from crosstune.train import wave as wave_module
 from crosstune.train.checkpoint import Checkpoints
-from crosstune.train.events import LaneFinished
+from crosstune.train.events import LaneEvaluated, LaneFinished
 from crosstune.train.fault import WaveFault
 from crosstune.train.lane import Status
 from crosstune.train.recover import PlanChanged
@@ -138,6 +138,22 @@ def test_a_power_cut_after_a_lanes_line_takes_no_folder_of_it(
     monkeypatch.setattr(Run, "record", in_time)
     cross_validate(asked(tiny, cases, tmp_path / "runs" / "new" / "run"), progress=Quiet())
     assert checked == [0, 1, 2]
+
+
+def test_a_score_that_is_told_twice_in_one_sitting_is_one_line(
+    tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a worker of a Ray cluster that goes on from a checkpoint of the one that was lost."""
+    real = record_module.Recorder.__call__
+
+    def twice(self: record_module.Recorder, event: Any) -> None:
+        real(self, event)
+        if isinstance(event, LaneEvaluated):
+            real(self, event)
+
+    monkeypatch.setattr(record_module.Recorder, "__call__", twice)
+    cross_validate(asked(tiny, cases, tmp_path / "run"), progress=Quiet())
+    assert [event["fold"] for event in Run.read(tmp_path / "run").events("lane_evaluated")] == [0, 1, 2]
 
 
 def test_a_disk_that_refuses_one_lane_ends_the_run_when_all_threads_are_done_and_lanes_before_it_are_kept(

@@ -84,7 +84,6 @@ def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) ->
     began, recipe = time.monotonic(), task.asked.recipe
     found = read_asked_rows(task.asked, progress)
     with open_run(recipe, found) as run:
-        was_finished = run.is_finished
         _refuse_other_settings(run, task)
         if again:
             for trial in task.trials:
@@ -101,8 +100,6 @@ def _fit(task: Task, again: bool, progress: Progress, interrupts: Interrupts) ->
         with open_run(recipe, found, inputs.tokens) as run:
             with end_recorded(run, began):
                 _train(run, scene, jobs, plan, progress, interrupts)
-            if was_finished:
-                run.record("run_finished", failed=len(run.failed_lanes()))
             return _found(run, task, time.monotonic() - began)
 
 

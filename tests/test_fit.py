@@ -20,7 +20,7 @@ from crosstune.recipe import Recipe
 from crosstune.stats import fold_interval
 from crosstune.store.run import Run
 from crosstune.yaml_text import dump_yaml
-from tests.test_resume_cases import Telling
+from tests.test_resume_cases import Stopped, Telling
 from tests.tiny import CASES
 
 CHAT8, CHAT24 = str(CASES / "chat8.jsonl"), str(CASES / "chat24.jsonl")
@@ -231,3 +231,14 @@ def test_rows_in_memory_are_passed_again(tiny, tmp_path):
     with pytest.raises(RunError, match="in memory"):
         fit(tmp_path / "run", progress=Quiet())
     assert fit(tmp_path / "run", data=frame, progress=Quiet()).fits[0].rows == 8
+
+
+def test_a_fit_that_is_cut_off_leaves_the_cross_validation_finished(tiny, tmp_path):
+    run_folds(tiny, tmp_path / "run")
+    fit(tmp_path / "run", progress=Quiet())
+    with pytest.raises(Stopped):
+        fit(tmp_path / "run", again=True, progress=Telling(1))
+    assert Run.read(tmp_path / "run").is_finished
+    progress = Telling()
+    run_folds(tiny, tmp_path / "run", progress=progress)
+    assert any("finished; nothing to do" in text for text in progress.said)

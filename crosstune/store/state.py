@@ -47,7 +47,7 @@ class State:
                 self.again.add(lane)
             else:
                 over[kind][lane] = event
-            self.is_finished = False
+            self.is_finished &= lane[1] is None  # a fit on all rows is no part of what was cross-validated
         elif kind == "run_finished":
             self.is_finished = True
 

@@ -19,7 +19,9 @@ from crosstune.progress import Quiet
 from crosstune.recipe import Recipe
 from crosstune.stats import fold_interval
 from crosstune.store.run import Run
+from crosstune.workers import local
 from crosstune.yaml_text import dump_yaml
+from tests.kill_run import digests
 from tests.test_resume_cases import Stopped, Telling
 from tests.tiny import CASES
 
@@ -242,3 +244,29 @@ def test_a_fit_that_is_cut_off_leaves_the_cross_validation_finished(tiny, tmp_pa
     progress = Telling()
     run_folds(tiny, tmp_path / "run", progress=progress)
     assert any("finished; nothing to do" in text for text in progress.said)
+
+
+def test_fits_done_again_and_cut_off_between_two_lines_go_on_as_the_same_wave_to_the_same_bytes(
+    tiny, tmp_path, monkeypatch
+):
+    asked = recipe(tiny, tmp_path / "fit", device={"kind": "cpu", "lanes": 2, "precision": "fp32"})
+    first = fit(asked, seeds=[1, 2], progress=Quiet())
+    want = [digests(one.adapter) for one in first.fits]
+    record, train, waves = Run.record, local.run_wave, []
+
+    def watched(base, jobs, *args, **how):
+        waves.append([job.trial for job in jobs])
+        return train(base, jobs, *args, **how)
+
+    def cut_off(run, event, *args, **fields):
+        if event == "lane_finished" and fields["trial"] == 1:
+            raise RunError("no", "room")
+        record(run, event, *args, **fields)
+
+    monkeypatch.setattr(local, "run_wave", watched)
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="no"):
+        patch.setattr(Run, "record", cut_off)
+        fit(asked, seeds=[1, 2], again=True, progress=Quiet())
+    assert list(Run.read(tmp_path / "fit").finished_lanes()) == [(0, None)]
+    assert [digests(one.adapter) for one in fit(asked, seeds=[1, 2], progress=Quiet()).fits] == want
+    assert waves == [[0, 1], [0, 1]]

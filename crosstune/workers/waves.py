@@ -19,7 +19,8 @@ def waves_left(
     first = [
         wave for wave in cut_waves(jobs, lanes) if any(key(job) not in over and key(job) not in again for job in wave)
     ]
-    return first + cut_waves([job for job in jobs if key(job) in again and key(job) not in over], lanes)
+    second = cut_waves([job for job in jobs if key(job) in again], lanes)
+    return first + [wave for wave in second if any(key(job) not in over for job in wave)]
 
 
 def cut_waves(jobs: Sequence[LaneJob], lanes: int) -> list[list[LaneJob]]:

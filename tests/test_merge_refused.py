@@ -158,3 +158,17 @@ def test_an_index_that_names_no_tensor_is_refused(tmp_path):
     export(tmp_path / "adapter", base, Lora(rank=4))
     (base / "model.safetensors.index.json").write_text("{}")
     refused(tmp_path, "names no tensor")
+
+
+def test_a_link_to_another_disk_stays_a_link_and_its_folder_is_replaced_there(tmp_path, tiny):
+    export(tmp_path / "here" / "adapter", tiny, Lora(rank=4))
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "here" / "merged"
+    link.symlink_to(tmp_path / "disk" / "merged")
+    for rank in (4, 2):  # to a place that isn't there yet, then over what is
+        export(tmp_path / "here" / "adapter", tiny, Lora(rank=rank))
+        merge(tmp_path / "here" / "adapter", link)
+        assert link.is_symlink()
+        assert sorted(place.name for place in link.parent.iterdir()) == ["adapter", "merged"]
+        assert [place.name for place in (tmp_path / "disk").iterdir()] == ["merged"]
+        assert_same_function(tiny, tmp_path / "here" / "adapter", tmp_path / "disk" / "merged")

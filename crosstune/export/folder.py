@@ -26,8 +26,9 @@ def new_folder(path: str | os.PathLike[str], *, marker: str) -> Iterator[Path]:
     """Yield an empty folder to fill; it takes the place of `path` when the block ends, and vanishes if the block fails.
 
     A folder at `path` is replaced only if it is empty or holds a file `marker`, which tells that we wrote it.
+    A symbolic link stays one: the folder is written where it leads.
     """
-    final = Path(path)
+    final = Path(path).resolve()
     refuse_occupied(final, marker=marker)
     with guard("writing", final):
         make_folder(final.parent)

@@ -48,7 +48,7 @@ from crosstune.export.verify import (
 )
 from crosstune.export.weights import refuse_other_weights
 from crosstune.progress import Progress, Quiet
-from crosstune.store.files import guard
+from crosstune.store.files import guard, make_folder
 from crosstune.units import bytes_words, seconds_words
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,14 +120,16 @@ def merge(
     name = base or adapter_config(folder).base_model_name_or_path or ""
     refuse_occupied(place, marker=CHECKSUMS)
     refuse_sources(place, (folder, Path(name).expanduser()))
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.work.") as scratch_name:
+    disk = place.resolve().parent
+    with guard("writing", place):
+        make_folder(disk)
+    with tempfile.TemporaryDirectory(dir=disk, prefix=f".{place.name}.work.") as scratch_name:
         scratch = Path(scratch_name)
         origin = find_origin(name, scratch / "base", into_quantized=into_quantized, dtype=_dtype(dtype))
         refuse_other_weights(origin.named_folder, recorded_checksums(folder))
         adapter = read_adapter(folder, model_config({"pretrained_model_name_or_path": origin.weights.folder}))
         merger = plan_merge(origin.weights, adapter, _dtype(dtype))
-        refuse_full_disk(place, merger.num_bytes * (1 if quantize == "none" else 2))
+        refuse_full_disk(disk, merger.num_bytes * (1 if quantize == "none" else 2))
         with new_folder(place, marker=CHECKSUMS) as work, guard("writing", place):
             plain = work if quantize == "none" else scratch / "merged"
             plain.mkdir(exist_ok=True)
@@ -204,12 +206,12 @@ class Check:
         return verify(Trio(self.base, self.changed, merged), rows=len(self.rows), noise=noise, loading=self.loading)
 
 
-def refuse_full_disk(place: Path, need_bytes: int) -> None:
-    """Refuse before anything is written if the disk can't take it."""
-    free_bytes = shutil.disk_usage(place.parent).free
+def refuse_full_disk(folder: Path, need_bytes: int) -> None:
+    """Refuse before anything is written if the disk of `folder` can't take it."""
+    free_bytes = shutil.disk_usage(folder).free
     if free_bytes < need_bytes * 1.02:
         raise RunError(
-            f"the merged model needs {bytes_words(need_bytes)}, and {place.parent} has {bytes_words(free_bytes)} free",
+            f"the merged model needs {bytes_words(need_bytes)}, and {folder} has {bytes_words(free_bytes)} free",
             "Free some space, choose another place, or ask for a smaller dtype.",
         )
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, GenerationConfig
 
 import crosstune.export.changes
 import crosstune.export.merger
-from crosstune.errors import ModelError
+import crosstune.export.quantize
+from crosstune.errors import ModelError, RunError
 from crosstune.export import merge
 from crosstune.export.verify import EncodedRow
 from crosstune.export.weights import weights_checksums
@@ -275,7 +276,11 @@ def test_quantised_merge_is_verified_again_and_opens(tmp_path, tiny, kind):
     assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [361, 368]
 
 
-def test_a_gguf_base_is_dequantised_and_said(tmp_path, tiny):
+def full_disk(*args, **how):
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def test_a_gguf_base_is_dequantised_and_said(tmp_path, tiny, monkeypatch):
     pytest.importorskip("gguf")
     from crosstune.export.gguf import write_gguf
 
@@ -288,6 +293,9 @@ def test_a_gguf_base_is_dequantised_and_said(tmp_path, tiny):
         base_name=str(file),
         base_files=weights_checksums(str(file)),
     )
+    with monkeypatch.context() as patch:
+        patch.setattr(crosstune.export.quantize, "save_torch_state_dict", full_disk)
+        refused(tmp_path, "No space left on device", RunError)
     report = merge(tmp_path / "adapter", tmp_path / "merged", dtype="fp32")
     assert "base.gguf was dequantised" in report.notes[0]
     base = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)

@@ -19,7 +19,7 @@ from crosstune.export.folder import CHECKSUMS
 from crosstune.export.weights import weights_checksums
 from crosstune.sections import Lora
 from tests.adapters import export
-from tests.merging import flip_bit, refused
+from tests.merging import assert_same_function, flip_bit, refused
 from tests.tiny import make_tiny
 
 

@@ -420,6 +420,37 @@ def test_write_file_leaves_the_old_file_when_the_new_one_fails(tmp_path: Path) -
     assert content(tmp_path) == {"x": b"old"}
 
 
+class _OfALibrary(Exception):
+    """Not an OSError, though it tells of one."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), r"Disk quota exceeded\n  Your quota"),
+        (
+            _OfALibrary("Error while serializing: I/O error: No space left on device (os error 28)"),
+            "\n  Free some space",
+        ),
+        (_OfALibrary("Read-only file system (os error 30)"), "\n  The disk is mounted read-only"),
+        (_OfALibrary("I/O error: failed to write whole buffer"), "whole buffer\n  Check that disk"),
+    ],
+    ids=str,
+)
+def test_what_the_disk_said_is_a_clear_error_through_whichever_library(
+    raised: Exception, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match=f"writing '.*x' failed: .*{said}"), files.guard("writing", tmp_path / "x"):
+        raise raised
+
+
+def test_what_is_no_word_of_the_disks_passes_as_it_is(tmp_path: Path) -> None:
+    for error in (_OfALibrary("shapes differ"), RunError("no (os error 28)", "room"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as found, files.guard("writing", tmp_path / "x"):
+            raise error
+        assert found.value is error
+
+
 def test_scores_are_json(tmp_path: Path) -> None:
     with begin(tmp_path / "run") as run:
         run.write_scores({"mean": 0.1 + 0.2, "rows": 3})

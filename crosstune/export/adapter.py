@@ -77,7 +77,7 @@ def save_adapter(
         with ONE_AT_A_TIME:
             write_json(work / CONFIG, peft_config(lora, names, base_name))
             if tokenizer is not None:
-                save_tokenizer(tokenizer, work)
+                tokenizer.save_pretrained(work)
                 write_modelfile(work, tokenizer, stop_ids, source={"FROM": public_name(base_name), "ADAPTER": "."})
             write_generation_config(work, tokenizer, stop_ids)
         if base_files:
@@ -91,17 +91,6 @@ def save_adapter(
         weights = written() if written else write_weights(work / WEIGHTS, tensors)
         weights.file.replace(work / WEIGHTS)
         write_checksums(work, known={WEIGHTS: weights.digest})
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The tokenizer's files. A disk that can't take them is an OSError, whoever notices it."""
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # tokenizers' own, of no class: "No space left on device (os error 28)"
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), str(error)) from error
 
 
 def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> Written:

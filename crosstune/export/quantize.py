@@ -16,6 +16,7 @@ from crosstune.export.merger import MOST_SHARD_BYTES
 from crosstune.export.verify import quiet_loading
 from crosstune.model.base import DTYPES, load_base
 from crosstune.sections import Model
+from crosstune.store.files import guard
 
 Quantization = Literal["none", "nf4", "int8"]
 
@@ -35,12 +36,12 @@ def write_quantized(folder: Path, out: Path, kind: Quantization, *, device: torc
 
 def write_plain(source: Path, out: Path, dtype: torch.dtype) -> None:
     """Write the quantised folder or .gguf file `source` to `out` in 16 or 32 bit; the whole model is in memory."""
+    is_gguf = source.suffix == ".gguf"
     with quiet_loading(), redirect_stderr(io.StringIO()):  # transformers' GGUF reader has a bar that nothing turns off
-        if source.suffix == ".gguf":
-            model = load_base(
-                Model(name=str(source)), None, device=torch.device("cpu"), precision=_precision(dtype)
-            ).model
-            AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
+        if is_gguf:
+            cpu, precision = torch.device("cpu"), _precision(dtype)
+            model = load_base(Model(name=str(source)), None, device=cpu, precision=precision).model
+            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         else:
             need_bitsandbytes()
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map={"": "cpu"}).dequantize()
@@ -49,14 +50,15 @@ def write_plain(source: Path, out: Path, dtype: torch.dtype) -> None:
         if model.config.tie_word_embeddings:
             head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
             state.pop(f"{head}.weight", None)
-        out.mkdir(parents=True, exist_ok=True)
-        save_torch_state_dict(state, out, max_shard_size=MOST_SHARD_BYTES)
         model.config.dtype = dtype
         if "quantization_config" in model.config.to_dict():
             del model.config.quantization_config
-        model.config.save_pretrained(out)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(out)
+        with guard("writing", out):
+            out.mkdir(parents=True, exist_ok=True)
+            save_torch_state_dict(state, out, max_shard_size=MOST_SHARD_BYTES)
+            for part in (model.config, model.generation_config, tokenizer if is_gguf else None):
+                if part is not None:
+                    part.save_pretrained(out)
 
 
 def _precision(dtype: torch.dtype) -> str:

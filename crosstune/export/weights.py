@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from crosstune.errors import ModelError, RunError, first_line
+from crosstune.errors import ModelError, first_line
 from crosstune.export.folder import read_json, sha256
+from crosstune.store.files import guard
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py")
@@ -71,18 +72,11 @@ def find_weights(name: str, *, revision: str | None = None) -> BaseWeights:
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write safetensors; a disk that can't take them is a `RunError`."""
-    try:
+    with guard("writing", file):
         file.touch()
         mode = file.stat().st_mode
         save_file(dict(tensors), file, metadata={"format": "pt"})
         file.chmod(mode)  # as any new file: safetensors puts one in its place that nobody else can read
-    except (
-        SafetensorError,
-        OSError,
-    ) as error:  # safetensors says "I/O error: No space left on device" in its own class
-        raise RunError(
-            f"writing {file.name} failed: {first_line(error)}", "Free some space or choose another disk."
-        ) from None
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:

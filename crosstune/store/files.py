@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from secrets import token_hex
 
-from crosstune.errors import RunError
+from crosstune.errors import CrosstuneError, RunError
 
 _FIXES = {
     errno.ENOSPC: "Free some space on that disk and give the same command again: nothing that was finished is lost.",
@@ -36,12 +36,23 @@ _TENSORS_PART = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # safetensors writes into on
 
 @contextmanager
 def guard(doing: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` inside the block into a `RunError` which says what was done where, and what to do now."""
+    """Turn what the disk said inside the block into a `RunError`: what was done where, and what to do now."""
     try:
         yield
+    except CrosstuneError:
+        raise
     except OSError as error:
-        fix = _FIXES.get(error.errno or 0, "Check that disk, and give the same command again.")
-        raise RunError(f"{doing} {str(path)!r} failed: {error.strerror or error}", fix) from error
+        raise _refused(doing, path, error.errno or 0, str(error.strerror or error)) from error
+    except Exception as error:  # safetensors' own or, from tokenizers, of no class: "I/O error: … (os error 28)"
+        number = re.search(r"I/O error(?!.*\(os error)|\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise _refused(doing, path, int(number[1] or 0), str(error)) from error
+
+
+def _refused(doing: str, path: Path, number: int, said: str) -> RunError:
+    fix = _FIXES.get(number, "Check that disk, and give the same command again.")
+    return RunError(f"{doing} {str(path)!r} failed: {said}", fix)
 
 
 def write_file(path: Path, fill: bytes | Callable[[Path], object]) -> None:

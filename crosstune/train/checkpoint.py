@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -113,14 +112,7 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[s
     header = {"version": VERSION, "meta": text, "sha256": _digest(host, VERSION, text)}
     place = folder / f"step-{int(meta['step']):09d}.safetensors"
 
-    def fill(part: Path) -> None:
-        try:
-            save_file(host, part, metadata=header)
-        except SafetensorError as error:  # "I/O error: No space left on device (os error 28)"
-            number = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(number[1]) if number else 5, str(error)) from error
-
-    write_file(place, fill)
+    write_file(place, lambda part: save_file(host, part, metadata=header))
     every = _newest_first(folder)
     at = every.index(place)  # of those that are newer none could be gone on from: damaged, or of other lanes
     for other in (*every[:at], *every[at + KEPT :]):

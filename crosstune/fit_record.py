@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from crosstune.data.tokens import Tokens
-from crosstune.export.adapter import save_adapter
+from crosstune.export.adapter import TokenizerFiles, save_adapter
 from crosstune.fitted import Expected
 from crosstune.recipe import Recipe
 from crosstune.record import record_memory, short
@@ -37,6 +37,7 @@ class FitRecorder:
     base_files: Mapping[str, str]
     base_scores: RowScores | None
     writers: Writers
+    tokenizer_files: TokenizerFiles
 
     def __call__(self, event: Event) -> None:
         """Take one event, unless it is one that a continued wave tells a second time."""
@@ -92,6 +93,7 @@ class FitRecorder:
             stop_ids=self.tokens.stop_ids,
             card=self._card(job, facts),
             base_files=self.base_files,
+            tokenizer_files=self.tokenizer_files,
         )
         return facts
 

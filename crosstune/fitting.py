@@ -172,6 +172,7 @@ def _train(
     run: Run, scene: _Scene, jobs: Sequence[LaneJob], plan: Plan, progress: Progress, interrupts: Interrupts
 ) -> None:
     """Train the lanes that aren't over, and write each as it ends."""
+    from crosstune.export.adapter import TokenizerFiles
     from crosstune.fit_record import FitRecorder
     from crosstune.store.writers import Writers
     from crosstune.train.evaluate import score_base
@@ -192,6 +193,7 @@ def _train(
         base_files=_base_files(scene.task.asked),
         base_scores=base_scores,
         writers=writers,
+        tokenizer_files=TokenizerFiles(scene.inputs.tokenizer),
     )
     waves = waves_left(jobs, plan.lanes, over=run.lanes_over(), again=run.lanes_again())
     checkpoints = checkpoints_of(run, recipe, interrupts, progress)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from crosstune.data.tokens import Tokens
-from crosstune.export.adapter import Written, save_adapter, write_weights
+from crosstune.export.adapter import TokenizerFiles, Written, save_adapter, write_weights
 from crosstune.recipe import Recipe
 from crosstune.store.run import Run
 from crosstune.store.writers import Writers
@@ -53,6 +53,7 @@ class Recorder:
     writers: Writers
 
     def __post_init__(self) -> None:
+        self._tokenizer_files = TokenizerFiles(self.tokenizer)
         self._scored = {(event["trial"], event["fold"], event["step"]) for event in self.run.events("lane_evaluated")}
 
     def __call__(self, event: Event) -> None:
@@ -164,6 +165,7 @@ class Recorder:
             stop_ids=self.tokens.stop_ids,
             card=card,
             written=written,
+            tokenizer_files=self._tokenizer_files,
         )
 
     def folder(self, job: LaneJob) -> Path:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from crosstune import fit_record as fit_record_module
 from crosstune import record as record_module
@@ -33,6 +35,27 @@ from tests.lanes import Outcome, PlanOf, Shrinking, fold_job, fp32_base, random_
 from tests.test_faults import asked
 
 real_save = record_module.save_adapter
+
+
+@pytest.mark.parametrize("do", [cross_validate, partial(fit, seeds=[1, 2, 3])], ids=["run", "fit"])
+def test_a_tokenizers_files_are_made_once_and_each_adapter_has_them(
+    do: Any, tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = PreTrainedTokenizerBase.save_pretrained, []
+
+    def save_pretrained(self: Any, folder: Any, *args: Any, **how: Any) -> Any:
+        made.append(self)
+        return real(self, folder, *args, **how)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", save_pretrained)
+    do(asked(tiny, cases, tmp_path / "run"), progress=Quiet())
+    assert len(made) == 1
+    real(made[0], tmp_path / "own")
+    adapters = list((tmp_path / "run").glob("lanes/*/*/adapter"))
+    assert len(adapters) == 3
+    for adapter in adapters:
+        assert not wrong_checksums(adapter)
+        assert digests(tmp_path / "own").items() <= digests(adapter).items()
 
 
 def all_at_once(parties: int, patch: pytest.MonkeyPatch, module: Any = record_module) -> None:

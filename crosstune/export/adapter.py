@@ -46,6 +46,28 @@ class Written:
     digest: str
 
 
+class TokenizerFiles:
+    """Writes a tokenizer's files into folder after folder: made once (75 ms for Llama 3's), then kept as bytes.
+
+    The tokenizer must not change meanwhile.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._made: dict[Path, bytes] = {}  # by name within the folder
+
+    def __call__(self, folder: Path) -> None:
+        if not self._made:
+            before = set(folder.rglob("*"))
+            self._tokenizer.save_pretrained(folder)
+            files = [file for file in folder.rglob("*") if file.is_file() and file not in before]
+            self._made = {file.relative_to(folder): file.read_bytes() for file in files}
+            return
+        for name, content in self._made.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+
 def save_adapter(
     folder: str | os.PathLike[str],
     tensors: Mapping[str, torch.Tensor],
@@ -58,6 +80,7 @@ def save_adapter(
     card: Mapping[str, Any],
     base_files: Mapping[str, str] | None = None,
     written: Callable[[], Written] | None = None,
+    tokenizer_files: TokenizerFiles | None = None,
 ) -> None:
     """Write a folder that `PeftModel.from_pretrained`, vLLM and llama.cpp's converter open.
 
@@ -70,6 +93,7 @@ def save_adapter(
     card          facts for README.md: plain values, and mappings, which become tables of their own
     base_files    SHA-256 of the base's weight files (`weights_checksums`): merging into others is then refused
     written       waits for the tensors' file if another thread makes it (`write_weights`): it is moved into the folder
+    tokenizer_files  the tokenizer's, if they were made before
     """
     names, base_name = sorted(set(target_names)), redact(base_name)  # a URL may hold a password
     _assert_whole(tensors, lora, names)
@@ -77,7 +101,7 @@ def save_adapter(
         with ONE_AT_A_TIME:
             write_json(work / CONFIG, peft_config(lora, names, base_name))
             if tokenizer is not None:
-                tokenizer.save_pretrained(work)
+                (tokenizer_files or TokenizerFiles(tokenizer))(work)
                 write_modelfile(work, tokenizer, stop_ids, source={"FROM": public_name(base_name), "ADAPTER": "."})
             write_generation_config(work, tokenizer, stop_ids)
         if base_files:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from crosstune import __version__
+from crosstune.chart import interval_bars, loss_chart
 from crosstune.errors import RunError
 from crosstune.result import make_report
 from crosstune.review import learning_curve, read_review, say_learning_curve
@@ -17,7 +18,6 @@ from crosstune.store.run import Run
 from crosstune.units import bytes_words, seconds_words
 from crosstune.yaml_text import dump_yaml, write_text
 
-WIDTH, HEIGHT, MARGIN = 800, 220, 20
 HARDEST_ROWS = 20
 MOST_SUSPECTS = 50
 
@@ -36,37 +36,38 @@ def report_page(run: Run) -> str:
 
     pages = Environment(loader=PackageLoader("crosstune", ""), autoescape=True, undefined=StrictUndefined)
     pages.filters["number"] = lambda value, digits=4: "–" if value is None else f"{value:.{digits}f}"
-    report = make_report(run)
+    pages.filters["signed"] = lambda value: f"{value:+.4f}"
+    report, recipe = make_report(run), run.stored_recipe()
+    metric = str(recipe["sweep"].get("metric", "loss"))
+    ranking = report["ranking"] if len(report["trials"]) > 1 else []
     return pages.get_template("report.html.j2").render(
         title=f"Cross-validation {run.folder.name}",
         sentence=sentence(report),
-        trials=[{**trial, "chart": loss_chart(run, trial["trial"])} for trial in report["trials"]],
+        facts=facts(report, recipe),
+        trials=[{**trial, "chart": trial_chart(run, trial)} for trial in report["trials"]],
         failed=report["failed"],
         conclusion=report["conclusion"] if len(report["trials"]) > 1 else "",
         warnings=report["warnings"],
-        ranking=report["ranking"] if len(report["trials"]) > 1 else [],
-        metric=str(run.stored_recipe()["sweep"].get("metric", "loss")),
+        ranking=[{**row, "bar": bar} for row, bar in zip(ranking, interval_bars(ranking, metric), strict=True)],
+        metric=metric,
         metrics=metric_rows(report),
         baselines=list(report["baselines"]),
         labels=report["labels"],
         curve=_learning_curve(run),
         suspects=read_review(run)[:MOST_SUSPECTS] if (run.folder / "suspects.csv").is_file() else (),
         hardest=hardest_rows(run, report["best"]),
-        recipe=dump_yaml(run.stored_recipe()),
+        recipe=dump_yaml(recipe),
         seconds=seconds_words(report["seconds"]),
         peak=bytes_words(report["peak_bytes"]) if report["peak_bytes"] else "",
         version=__version__,
-        width=WIDTH,
-        height=HEIGHT,
     )
 
 
 def sentence(report: Mapping[str, Any]) -> str:
-    """What the losses say, in one sentence, of the trial that comes first in the ranking, or is the first."""
-    scored = [trial for trial in report["trials"] if trial["mean"] is not None]
-    if not scored:
+    """What the numbers say, in one sentence, of the best trial."""
+    best = best_trial(report)
+    if best is None:
         return "No fold has finished."
-    best = next((trial for trial in scored if trial["trial"] == report["best"]), scored[0])
     better = sum(fold["loss"] < fold["base_loss"] for fold in best["folds"])
     low, high = best["interval95"] or (None, None)
     known = f" (95%: {low:.4f} to {high:.4f})" if low is not None else ""
@@ -74,6 +75,29 @@ def sentence(report: Mapping[str, Any]) -> str:
         f"On rows never seen, trial {best['trial']} has a mean loss of {best['mean']:.4f}{known}; "
         f"it is below the untuned base's in {better} of {len(best['folds'])} folds."
     )
+
+
+def best_trial(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The trial that ranks first, or else the first with a loss; None where no fold has finished."""
+    scored = [trial for trial in report["trials"] if trial["mean"] is not None]
+    return next((trial for trial in scored if trial["trial"] == report["best"]), scored[0] if scored else None)
+
+
+def facts(report: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, str]:
+    """The few numbers that one looks for first."""
+    best = best_trial(report)
+    if best is None:
+        return {}
+    base = float(np.mean([fold["base_loss"] for fold in best["folds"]]))
+    kind = "a splitter from Python" if recipe["folds"]["splitter"] else recipe["folds"]["kind"]
+    return {
+        "mean held-out loss": f"{best['mean']:.4f}",
+        "untuned base": f"{base:.4f}",
+        "perplexity": f"{np.exp(base):.2f} → {np.exp(best['mean']):.2f}",
+        "folds": f"{best['finished']} of {best['asked']}, {kind}",
+        "trials": str(len(report["trials"])),
+        "model": Path(str(recipe["model"]["name"])).name,
+    }
 
 
 def metric_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -94,31 +118,19 @@ def _learning_curve(run: Run) -> str:
         return ""
 
 
-def loss_chart(run: Run, trial: int) -> dict[str, Any] | None:
-    """Training losses of a trial's folds as polylines, held-out losses as dots; None before anything is trained."""
-    curves = [event["losses"] for key, event in sorted(run.finished_lanes().items(), key=str) if key[0] == trial]
-    dots = [(event["step"], event["loss"]) for event in run.events("lane_evaluated") if event["trial"] == trial]
-    values = [loss for curve in curves for loss in curve] + [loss for _, loss in dots]
-    values = [value for value in values if value is not None and np.isfinite(value)]
-    if not curves or not values:
-        return None
-    steps, low, high = max(map(len, curves)), min(values), max(values)
-    across, down = (WIDTH - 2 * MARGIN) / max(1, steps - 1), (HEIGHT - 2 * MARGIN) / max(high - low, 1e-9)
-
-    def place(step: int, loss: float) -> tuple[float, float]:
-        return round(MARGIN + (step - 1) * across, 1), round(HEIGHT - MARGIN - (loss - low) * down, 1)
-
-    return {
-        "lines": [" ".join(f"{x},{y}" for x, y in points(curve, place)) for curve in curves],
-        "dots": [place(step, loss) for step, loss in dots if loss is not None],
-        "lowest": low,
-        "highest": high,
-        "steps": steps,
+def trial_chart(run: Run, trial: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Losses of a trial's folds by step, and its untuned base's; None before anything is trained."""
+    number, bases = trial["trial"], [fold["base_loss"] for fold in trial["folds"]]
+    training = {
+        fold: event["losses"]
+        for (of, fold), event in sorted(run.finished_lanes().items(), key=str)
+        if of == number and fold is not None
     }
-
-
-def points(curve: Sequence[float | None], place: Any) -> list[tuple[float, float]]:
-    return [place(step, loss) for step, loss in enumerate(curve, start=1) if loss is not None]
+    held_out: dict[int, list[tuple[int, float | None]]] = {}
+    for event in run.events("lane_evaluated"):
+        if event["trial"] == number and event["fold"] is not None:
+            held_out.setdefault(event["fold"], []).append((event["step"], event["loss"]))
+    return loss_chart(training, held_out, float(np.mean(bases)) if bases else None) if training else None
 
 
 def hardest_rows(run: Run, trial: int | None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +87,7 @@ class Result:
     @cached_property
     def scores(self) -> pandas.DataFrame:
         """A row a trial and fold: loss, perplexity, token accuracy, the untuned base's loss, rows, tokens."""
-        each = ((trial, fold) for trial in self.trials for fold in trial["folds"])
-        return _pandas().DataFrame([{"trial": trial["trial"], **trial["settings"], **fold} for trial, fold in each])
+        return _pandas().DataFrame(self._rows)
 
     @cached_property
     def out_of_fold(self) -> pandas.DataFrame:
@@ -126,16 +126,22 @@ class Result:
         """Plain values only: what `--json` prints."""
         return dict(self.report)
 
+    @property
+    def _rows(self) -> list[dict[str, Any]]:
+        each = ((trial, fold) for trial in self.trials for fold in trial["folds"])
+        return [{"trial": trial["trial"], **trial["settings"], **fold} for trial, fold in each]
+
     def _repr_html_(self) -> str:
-        return str(self.scores.to_html(index=False))
+        said = escape(str(self.report["conclusion"]))
+        return f"<p>{said}</p>{_html_table(self._rows)}<p>{escape(str(self.run))}</p>"
 
     def __repr__(self) -> str:
         lines = [f"Result of {self.run}"]
         for trial in self.trials:
-            settings = " ".join(f"{key}={value}" for key, value in trial["settings"].items())
+            settings = "".join(f" {key}={value}" for key, value in trial["settings"].items())
             mean = "no fold finished" if trial["mean"] is None else f"loss {trial['mean']:.4f}"
             interval = "" if trial["interval95"] is None else " [{:.4f}, {:.4f}]".format(*trial["interval95"])
-            lines.append(f"  trial {trial['trial']} {settings}: {mean}{interval} over {trial['finished']} folds")
+            lines.append(f"  trial {trial['trial']}{settings}: {mean}{interval} over {trial['finished']} folds")
         return "\n".join(lines)
 
 
@@ -237,6 +243,18 @@ def write_out_of_fold(run: Run) -> None:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
+
+
+def _html_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of values by name as a table of four digits."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(row.get(name))}</td>" for name in names) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else escape(f"{value:.4f}" if isinstance(value, float) else str(value))
 
 
 def _pandas() -> Any:

@@ -25,7 +25,7 @@ ORDER = """
     workers.waves workers.local workers.worker workers.cluster workers.ray workers.examine workers.schedule
     export.folder export.card export.weights export.turns export.serve export.adapter export.changes export.saved export.merger
     export.companions export.verify export.quantize export.origin export.merge export.answer export.gguf_tokens export.gguf export.average
-    asked record result report inputs resources crossval nested fitted fit_task fit_record fitting deploy table score_table ranking_table doctor demo_model demo init
+    asked record result chart report inputs resources crossval nested fitted fit_task fit_record fitting deploy table score_table ranking_table doctor demo_model demo init
     verbs.words verbs.train verbs.look verbs.deploy cli
 """.split()  # noqa: SIM905
 NEEDS_TORCH = ("model", "train", "workers", "export", "record", "fit_record")
@@ -99,6 +99,7 @@ def test_the_readme_names_every_file_beside_its_folders():
     assert not {name for name in beside if f"{name}.py" not in tree} - {
         "interrupt",
         "units",
+        "chart",
         "record",
         "fitted",
         "fit_record",

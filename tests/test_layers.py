@@ -11,7 +11,7 @@ import pytest
 ORDER = """
     errors store.files store.secrets interrupt units yaml_text options mistakes sections recipe progress
     stats.intervals stats.bootstrap stats.comparison stats.curve metrics.text metrics.choice axes sweep pruning search compare suspects
-    data.rows data.lines data.json_file data.table_file data.files data.turns data.shapes data.load
+    data.rows data.lines data.json_file data.table_file data.files data.turns data.one_object data.shapes data.load
     data.control data.turn_ends data.template data.render data.encode data.gguf_once data.tokenizer data.token_cache data.token_faults data.tokens data.batches data.flat data.questions
     fold_units leaks splits
     memory.shape memory.gpus memory.precision memory.visible memory.block memory.estimate memory.layout memory.speed memory.allocator memory.widths memory.spare memory.peaks memory.ways memory.plan memory.config memory.picture memory.explain

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from crosstune.data.one_object import refuse_one_object
 from crosstune.data.rows import NOTHING, Row, Shape, Turn, unknown_column
 from crosstune.data.turns import Fault, kind_of, missing, read_turn, surrogate_path
 from crosstune.errors import DataError, Finding, Place
@@ -25,6 +26,15 @@ PAIRS = (
 )  # fmt: skip
 MOST_NUMBERS = 20  # row numbers kept for a finding about many rows
 _CACHED_KEYS = 512
+
+
+def _columns_by_name(found: Sequence[str]) -> str:
+    """How the columns would be named, with those that differ from a usual name in capitals only."""
+    same = {name.lower(): name for name in found}
+    for prompt, completion in PAIRS:
+        if prompt in same and completion in same:
+            return f"data.prompt={same[prompt]} data.completion={same[completion]}"
+    return f"data.text={same['text']}" if "text" in same else "data.text=…, or data.prompt=… and data.completion=…"
 
 
 class ShapeReader:
@@ -86,11 +96,13 @@ class ShapeReader:
             asked = data.shape == shape or (data.shape == "auto" and name != option)
             if asked and name not in found:
                 raise unknown_column(name, found, option=f"data.{option}", source=self.name)
+        if len(records) == 1 and not any(key in CONVERSATIONS for key in found):
+            refuse_one_object(self.name, records[0])
         if all(self._layout(record) is None for record in records if type(record) is dict):
             shape = "no known shape" if data.shape == "auto" else f"no row of shape {data.shape}"
             raise DataError(
                 f"{self.name}: {shape}; columns found: {', '.join(found)}",
-                "Name the columns (data.text=…, or data.prompt=… and data.completion=…), or use one of the shapes "
+                f"Name the columns ({_columns_by_name(found)}), or use one of the shapes "
                 "messages, conversations (ShareGPT), instruction and output (Alpaca), prompt and completion, text.",
             )
 

@@ -10,6 +10,8 @@ from typing import Any
 from crosstune.data.lines import Lines, Record, bad_encoding
 from crosstune.errors import DataError, Finding, Place
 
+NAMELESS = "Unnamed: 0"  # pandas writes a frame's index as a first column without a name, and reads it back under this
+
 
 def read_csv(path: Path) -> Iterator[Record | Finding]:
     csv.field_size_limit(2**31 - 1)  # the default refuses cells over 131,072 characters
@@ -62,14 +64,11 @@ def _csv_header(path: Path, reader: Any) -> list[str]:
     except csv.Error as error:
         raise DataError(f"{path} line 1: {error}", "Mend the header: one name a column.") from None
     names = [name.strip() for name in header]
+    if len(names) > 1 and not names[0]:
+        names[0] = NAMELESS
     for name in names:
-        if (
-            names.count(name) > 1
-            or (not name and names[0] == name != names[-1])
-            or "\udc80" <= max(name, default="") <= "\udcff"
-        ):
-            what = "is there twice" if name else "has no name"
-            what = what if names.count(name) > 1 or not name else "is not UTF-8"
+        if names.count(name) > 1 or "\udc80" <= max(name, default="") <= "\udcff":
+            what = ("is there twice" if name else "has no name") if names.count(name) > 1 else "is not UTF-8"
             raise DataError(
                 f"{path}: in the header, column {name.encode('utf-8', 'replace').decode()!r} {what}",
                 "Give each column a name of its own.",
@@ -78,10 +77,10 @@ def _csv_header(path: Path, reader: Any) -> list[str]:
 
 
 def _delimiter(path: Path, header: str) -> str:
-    """A tab or semicolon where the header has one and no comma."""
+    """A tab, semicolon or bar where the header has one and no comma."""
     if path.suffix.lower() == ".tsv":
         return "\t"
-    return next((mark for mark in "\t;" if mark in header and "," not in header), ",")
+    return next((mark for mark in "\t;|" if mark in header and "," not in header), ",")
 
 
 def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,9 @@ def open_shorthand(section: str, value: Any) -> Any:
 
 def _opened(section: str) -> BeforeValidator:
     return BeforeValidator(partial(open_shorthand, section))
+
+
+ROWS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq")  # files that are no recipe, whatever is in them
 
 
 class Recipe(Section):
@@ -134,11 +138,14 @@ def _override(override: str) -> dict[str, Any]:
 
 def read_tree(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A recipe file as nested mappings, not judged yet. Raises RecipeError where there is none."""
+    if Path(path).suffix.lower() in ROWS:
+        make = f"crosstune init {shlex.quote(str(path))} --model NAME"
+        raise RecipeError(f"{str(path)!r} is a file of rows, and a recipe is expected", f"Make a recipe of it: {make}")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         problem = f"the recipe {str(path)!r} can't be read: {error.strerror}"
-        raise RecipeError(problem, "Give the path of a YAML recipe.") from None
+        raise RecipeError(problem, "Give the path of a YAML recipe (or, to fit, of a folder with a run).") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"the recipe {str(path)!r} is not UTF-8: {error}", "Save it as UTF-8 text.") from None
     tree = parse_yaml(text, name=str(path))

@@ -20,7 +20,8 @@ def parse_yaml(text: str, *, name: str = "recipe") -> Any:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
-        raise RecipeError(f"{name}{place}: {error.problem or error.context}", "Mend the YAML at that place.") from None
+        what = str(error.problem or error.context).partition(" with value ")[0]  # a section's value is shown as {}
+        raise RecipeError(f"{name}{place}: {what}", "Mend the YAML at that place.") from None
     except YAMLError as error:
         raise RecipeError(f"{name}: {error}", "Mend the YAML.") from None
 

@@ -1,14 +1,17 @@
 """The command: what goes where, exit codes, and that mistakes are shown rather than thrown."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from crosstune import __version__, cli
-from crosstune.recipe import options
+from crosstune.recipe import Recipe, options
+from crosstune.store.run import Run
 
 
 def run(*arguments, **more):
@@ -87,6 +90,11 @@ def test_help_of_run_lists_every_option(capsys):
         (["demo", "--rows", "many"], "'many' is not a valid integer"),
         (["demo", "--rows", "3"], "--rows 3"),
         (["init", "gone.jsonl", "--model", "m"], "gone.jsonl"),
+        (["run", "rows.jsonl"], "crosstune init rows.jsonl --model NAME"),
+        (["fit", "more rows.csv"], "crosstune init 'more rows.csv' --model NAME"),
+        (["run", "recipe.yaml", "data.path=gone.jsonl"], "It was looked for from"),
+        (["plan", "recipe.yaml", "model=./gone", "--memory", "1GiB"], "there is no base model at './gone'"),
+        (["plan", "recipe.yaml", "--picture", "parts.jpg"], "ends neither in .svg nor in .png"),
     ],
 )
 def test_a_mistake_is_one_clear_error(arguments, said, tmp_path):
@@ -137,3 +145,24 @@ def test_out_replaces_the_recipes_output_whatever_it_is_called(answers, cases):
     asked = answers(report())
     assert cli.main(["run", str(cases / "F01-sci.yaml"), "data.path=x", "--out", "else/where: 1", "--json"]) == 0
     assert asked[0].output == "else/where: 1"
+
+
+def test_init_and_report_give_json_and_a_command_that_can_be_pasted(cases, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my rows.csv").write_text("prompt,completion\n" + "".join(f"q {n},a {n}\n" for n in range(20)))
+    assert cli.main(["init", "my rows.csv", "--model", "m", "--out", "my recipe.yaml", "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told == {"recipe": "my recipe.yaml", "text": (tmp_path / "my recipe.yaml").read_text(encoding="utf-8")}
+    command = shlex.split(err.rpartition("next: ")[2])
+    assert cli.main([*command[1:], "--show"]) == 0 and "name: m" in capsys.readouterr().out
+    with Run.open("run", recipe=Recipe.build({"model": "m", "data": "d"}), data_hashes=[b"0" * 16], rows=[1]):
+        pass
+    assert cli.main(["report", "run", "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)["page"]
+    assert "<!doctype html>" in Path(page).read_text(encoding="utf-8")
+
+
+def test_every_verb_that_makes_something_has_json():
+    without = [name for name, verb in cli.crosstune.commands.items() if "as_json" not in {p.name for p in verb.params}]
+    assert without == []

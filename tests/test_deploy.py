@@ -78,7 +78,8 @@ def test_a_result_stands_for_its_folder_and_one_prompt_for_a_list_of_one(tiny, t
     assert crosstune.Result.read(result) == result
     assert result.compare(result).sentence == result.compare(tmp_path / "run").sentence
     assert crosstune.write_report(result) == tmp_path / "run/report.html"
-    assert average(result, tmp_path / "mean").rank == 12
+    averaged = average(result, tmp_path / "mean")
+    assert averaged.rank == 12 and json.loads(json.dumps(averaged.to_json()))["folder"] == str(tmp_path / "mean")
     fitted = fit(result, progress=Quiet())
     merge(fitted, tmp_path / "merged")
     sampling = Sampling(max_new_tokens=4)

@@ -123,6 +123,10 @@ def test_broken_yaml_is_named_by_line_and_column(tmp_path):
     (tmp_path / "twice.yaml").write_text("model: tiny\nmodel: other\n")
     with pytest.raises(RecipeError, match="line 2"):
         Recipe.load(tmp_path / "twice.yaml")
+    (tmp_path / "twice.yaml").write_text("lora: {rank: 4}\nlora: {rank: 8}\n")
+    with pytest.raises(RecipeError, match="line 2") as refused:
+        Recipe.load(tmp_path / "twice.yaml")
+    assert refused.value.problem.endswith('found duplicate key "lora"'), "its value would be shown as {}"
 
 
 @pytest.mark.parametrize("content", [b"", b"- 1\n", b"\xff\xfe", b"just words"])

@@ -39,7 +39,8 @@ def file_kind(path: Path) -> Kind:
         folder = path.parent
         names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
-        hint = f" Did you mean {str(path.parent / near[0])!r}?" if near else ""
+        looked = "" if path.is_absolute() else f" It was looked for from {str(Path.cwd())!r}."
+        hint = f" Did you mean {str(path.parent / near[0])!r}?" if near else looked
         raise DataError(f"the data file {str(path)!r} does not exist", f"Check data.path.{hint}")
     if path.is_dir():
         inside = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)[:5]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,10 @@ class Averaged:
     lost: float  # share of the average's size (Frobenius norm) that the rank leaves out, over all layers; 0.0: exact
     worst: tuple[str, float]  # the layer that lost the largest share
     score: Score | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: what `crosstune average --json` prints."""
+        return {**asdict(self), "folder": str(self.folder)}
 
     def words(self) -> str:
         """One line for a person."""

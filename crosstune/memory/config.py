@@ -28,7 +28,18 @@ def read_config(model: Model) -> dict[str, Any]:
         return read_gguf_config(place)
     if place.is_dir():
         return _load(place / "config.json", model.name)
+    refuse_missing_path(model.name)
     return _load(_from_hub(model), model.name)
+
+
+def refuse_missing_path(name: str) -> None:
+    """Raise ModelError for a path that isn't there: the hub would say that it is no id."""
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
+        looked = "" if name.startswith(("/", "~")) else f" (looked for from {str(Path.cwd())!r})"
+        raise ModelError(
+            f"there is no base model at {name!r}{looked}",
+            "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name.",
+        )
 
 
 def _load(file: Path, name: str) -> dict[str, Any]:

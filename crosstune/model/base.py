@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from crosstune.data.gguf_once import forget_parsed, parsed_once
 from crosstune.errors import MissingExtra, ModelError, first_line
+from crosstune.memory.config import refuse_missing_path
 from crosstune.memory.layout import Layout
 from crosstune.model.attention import attention_name
 from crosstune.model.decoder import FusedDecoder
@@ -314,6 +315,7 @@ def load_config(model: Model) -> dict[str, Any]:
     """The model's config as a dict, without its weights. Raises ModelError where there is none."""
     from transformers import AutoConfig
 
+    refuse_missing_path(model.name)
     try:
         with parsed_once():
             config = AutoConfig.from_pretrained(**hub_arguments(model), trust_remote_code=model.trust_remote_code)

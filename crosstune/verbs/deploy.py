@@ -10,7 +10,7 @@ import click
 
 from crosstune.interrupt import Interrupts
 from crosstune.verbs.train import trial_number
-from crosstune.verbs.words import json_flag, only_results_on_stdout
+from crosstune.verbs.words import json_flag, only_results_on_stdout, say
 
 if TYPE_CHECKING:
     from crosstune.export.answer import Answer
@@ -42,7 +42,7 @@ def merge(source: str, out: str, trial: str, as_json: bool, **how: Any) -> None:
 
     with only_results_on_stdout(), Interrupts().caught():
         report = merge(source, out, trial=trial_number(trial), progress=choose_progress(), **how)
-    click.echo(json.dumps(report.to_dict()) if as_json else report.words())
+    say(report.words(), report.to_dict(), as_json)
 
 
 @click.command()
@@ -53,7 +53,8 @@ def merge(source: str, out: str, trial: str, as_json: bool, **how: Any) -> None:
 @base_option
 @click.option("--data", metavar="FILE", help="Rows to score it on; those that a fold has seen are left out.")
 @click.option("--device", default="auto", show_default=True, help="Where it is scored.")
-def average(run: str, out: str, trial: str, **how: Any) -> None:
+@json_flag
+def average(run: str, out: str, trial: str, as_json: bool, **how: Any) -> None:
     """Average a run's fold adapters into one.
 
     Every row of the run was trained on by all of them but one, so it is scored on other rows only: those of --data, or
@@ -63,7 +64,7 @@ def average(run: str, out: str, trial: str, **how: Any) -> None:
 
     with only_results_on_stdout(), Interrupts().caught():
         made = average(run, out, trial=trial_number(trial), **how)
-    click.echo(made.words())
+    say(made.words(), made.to_json(), as_json)
 
 
 @click.command()
@@ -74,7 +75,8 @@ def average(run: str, out: str, trial: str, **how: Any) -> None:
 )
 @trial_option
 @base_option
-def gguf(source: str, out: str | None, kind: str | None, trial: str, base: str | None) -> None:
+@json_flag
+def gguf(source: str, out: str | None, kind: str | None, trial: str, base: str | None, as_json: bool) -> None:
     """Write a merged model or an adapter as one GGUF file.
 
     For llama.cpp and Ollama; Llama's architecture only.
@@ -85,7 +87,7 @@ def gguf(source: str, out: str | None, kind: str | None, trial: str, base: str |
         from crosstune.export.gguf import write_gguf
 
         file = write_gguf(chosen_fit(source, trial_number(trial)), out, kind=kind or "", base=base)
-    click.echo(file)
+    say(file, {"file": str(file)}, as_json)
 
 
 @click.command()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import click
 
-from crosstune.verbs.words import changes_argument, json_flag, load_recipe, only_results_on_stdout, show
+from crosstune.verbs.words import changes_argument, json_flag, load_recipe, only_results_on_stdout, say, show
 
 
 @click.command()
@@ -16,16 +17,19 @@ from crosstune.verbs.words import changes_argument, json_flag, load_recipe, only
 @click.option(
     "--out", metavar="FILE", default="recipe.yaml", show_default=True, help="The recipe to write; - for stdout."
 )
-def init(data: str, model: str, out: str) -> None:
+@json_flag
+def init(data: str, model: str, out: str, as_json: bool) -> None:
     """Look at DATA and write a commented recipe for it."""
     from crosstune.init import describe_data, write_recipe
 
     text = describe_data(data, model)
-    if out == "-":
-        click.echo(text, nl=False)
-    else:
+    if out != "-":
         write_recipe(out, text)
-        click.echo(f"{out} written; next: crosstune run {out}", err=True)
+        click.echo(f"{out} written; next: crosstune run {shlex.quote(out)}", err=True)
+    if as_json:
+        say("", {"recipe": None if out == "-" else out, "text": text}, as_json)
+    elif out == "-":
+        click.echo(text, nl=False)
 
 
 @click.command()
@@ -77,6 +81,8 @@ def plan(
     from crosstune.memory.explain import explain
 
     with only_results_on_stdout():
+        if picture and Path(picture).suffix.lower() not in (".svg", ".png"):
+            raise click.BadParameter(f"{picture!r} ends neither in .svg nor in .png", param_hint="--picture")
         explained = explain(load_recipe(recipe, changes), gpu=gpu, memory=memory, lanes=lanes)
         if picture:
             explained.save_picture(Path(picture))
@@ -121,11 +127,13 @@ def compare(runs: tuple[str, ...], metric: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("run")
 @click.option("--out", metavar="FILE", help="The page to write (default: report.html in the run folder).")
-def report(run: str, out: str | None) -> None:
+@json_flag
+def report(run: str, out: str | None, as_json: bool) -> None:
     """Write one HTML page of a run.
 
     With its scores, curves, hardest rows and recipe; it needs nothing else to be shown.
     """
     from crosstune.report import write_report
 
-    click.echo(write_report(run, out))
+    page = write_report(run, out)
+    say(page, {"page": str(page)}, as_json)

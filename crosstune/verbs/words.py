@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,6 +45,11 @@ def only_results_on_stdout() -> Iterator[None]:
     """What other libraries print goes to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+def say(words: object, facts: Mapping[str, Any], as_json: bool) -> None:
+    """One JSON object of `facts`, or `words` for people."""
+    click.echo(json.dumps(facts) if as_json else words)
 
 
 def show(result: Any, as_json: bool) -> None:

@@ -185,10 +185,12 @@ def chosen_fit(source: str | os.PathLike[str], trial: int | str) -> Path:
         return place
     number = Result.read(place).report["best"] if trial == "best" else trial
     if number not in fits:
-        raise RunError(
-            f"{str(place)!r} has no fit of trial {trial!r}" + (f"; it has {', '.join(map(str, fits))}" if fits else ""),
-            f"Fit it first: crosstune fit {shlex.quote(str(place))} --trial {trial}",
-        )
+        named = " or ".join(f"--trial {fit}" for fit in fits)
+        if number is None:  # adapters of several recipes or seeds: no folds say which is best
+            raise RunError(f"{str(place)!r} has {len(fits)} fits and no folds to choose one by", f"Name one: {named}.")
+        command = f"crosstune fit {shlex.quote(str(place))} --trial {number}"
+        fix = f"Fit it first: {command}" + (f"; or name another: {named}." if fits else "")
+        raise RunError(f"{str(place)!r} has no fit of trial {number}", fix)
     return Run.read(place).lane_folder(number, None)
 
 

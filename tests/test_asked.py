@@ -101,6 +101,12 @@ def test_a_built_in_function_is_a_metric_like_any_other():
     assert find_metric("builtins:len").higher_is_better
 
 
+def test_part_of_a_metrics_name_is_answered_with_the_names_that_have_it():
+    with pytest.raises(RecipeError) as refused:
+        find_metric("f1")
+    assert refused.value.fix == "Did you mean token_f1 or macro_f1 or micro_f1?"
+
+
 def test_a_wrong_value_is_shown_in_short():
     with pytest.raises(RecipeError) as refused:
         asked(data={"path": "r.csv", "prompt": ["a question"] * 1000})

@@ -72,6 +72,14 @@ def test_a_run_without_a_fit_and_one_with_two_say_what_to_do(tiny, tmp_path):
         merge(tmp_path / "run", tmp_path / "merged", trial=5)
 
 
+def test_of_several_seeds_one_is_to_be_named_and_no_fit_is_asked_for(tiny, tmp_path):
+    fit(recipe(tiny, tmp_path / "seeds"), seeds=(1, 2), progress=Quiet())
+    with pytest.raises(RunError, match="2 fits and no folds") as caught:
+        merge(tmp_path / "seeds", tmp_path / "merged")
+    assert caught.value.fix == "Name one: --trial 0 or --trial 1."
+    assert merge(tmp_path / "seeds", tmp_path / "merged", trial=1).layers == 4
+
+
 def test_a_result_stands_for_its_folder_and_one_prompt_for_a_list_of_one(tiny, tmp_path):
     run_folds(tiny, tmp_path / "run")
     result = crosstune.Result.read(tmp_path / "run")

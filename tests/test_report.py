@@ -81,6 +81,15 @@ def test_the_sentence_counts_folds_below_the_base(run_folder):
     assert "mean loss of 1.6000" in said and "in 2 of 2 folds" in said
 
 
+def test_a_folder_of_runs_is_no_run_and_those_in_it_are_named(run_folder):
+    with pytest.raises(RunError, match="holds no run") as refused:
+        Result.read(run_folder.parent)
+    assert refused.value.fix == f"Give the folder of a run: {run_folder}."
+    with pytest.raises(RunError) as refused:
+        Result.read(run_folder / "lanes")
+    assert refused.value.fix == "Give the folder of a run."
+
+
 def test_no_run_no_page(tmp_path):
     with pytest.raises(RunError):
         write_report(tmp_path / "nowhere")

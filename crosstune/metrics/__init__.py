@@ -139,7 +139,7 @@ def find_metric(name: str) -> Metric:
         return METRICS[name]
     if ":" in name:
         return from_function(_load_function(name), name=name)
-    near = difflib.get_close_matches(name, METRICS, n=2, cutoff=0.5)
+    near = difflib.get_close_matches(name, METRICS, n=2, cutoff=0.5) or [known for known in METRICS if name in known]
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(METRICS)}; or file.py:function."
     raise RecipeError(f"evaluate.metrics: unknown metric {name!r}", hint)
 

@@ -88,7 +88,11 @@ class Run:
         """The run in `folder` as it stands, without its lock: nothing can be recorded."""
         place = Path(folder).expanduser().absolute()
         if not (place / "journal.jsonl").is_file():
-            raise RunError(f"{str(folder)!r} holds no run: no journal.jsonl is in it", "Give the folder of a run.")
+            inside = sorted(str(journal.parent) for journal in Path(folder).expanduser().glob("*/journal.jsonl"))[:6]
+            raise RunError(
+                f"{os.fspath(folder)!r} holds no run: no journal.jsonl is in it",
+                f"Give the folder of a run{': ' + ', '.join(inside) if inside else ''}.",
+            )
         return cls(place, Journal.read(place / "journal.jsonl"), None)
 
     # — what happened —

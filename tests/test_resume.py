@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,15 +15,18 @@ from safetensors.torch import load_file
 
 from crosstune.errors import RunError
 from crosstune.interrupt import Interrupted, Interrupts
+from crosstune.model.attach import attached
 from crosstune.model.base import Base
 from crosstune.progress import Quiet
 from crosstune.sections import Stop
 from crosstune.train import wave as wave_module
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import LaneEvaluated, LaneFinished, LaneRetired
-from crosstune.train.lane import LaneJob
+from crosstune.train.lane import Lane, LaneJob
+from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.recover import PlanChanged
 from crosstune.train.run_wave import run_wave
+from crosstune.train.state import Standing, pack_wave
 from tests.lanes import Outcome, PlanOf, Shrinking, fold_job, fp32_base, random_tokens, run
 
 TOKENS = random_tokens()
@@ -262,3 +266,13 @@ def test_after_a_smaller_plan_it_goes_on_from_where_the_plan_changed(
     train(found, smaller, again)
     assert 10**9 - again.left == 7  # steps 4 to 10, although no checkpoint was due
     assert_same(found, want)
+
+
+def test_what_was_packed_stays_as_it_was_while_training_goes_on(base: Base, jobs: list[LaneJob]) -> None:
+    lanes, standing = [Lane.start(job, TOKENS) for job in jobs], Standing(due=[1])
+    with attached(base, [job.spec for job in jobs]) as slots:
+        _, meta = pack_wave(slots, LaneAdamW(slots, [job.train for job in jobs]), lanes, standing)
+    before = json.dumps(meta)
+    lanes[0].losses.append(1.0)
+    standing.due.clear()
+    assert json.dumps(meta) == before

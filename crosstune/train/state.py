@@ -6,6 +6,7 @@ Losses go into the header as text, not into a tensor: a lane that failed has a N
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,7 @@ class Standing:
 def pack_wave(
     slots: Slots, optimizer: LaneAdamW, lanes: Sequence[Lane], standing: Standing
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The wave as tensors (on the CPU, and no longer changed by training) and a header."""
+    """The wave as tensors (on the CPU) and a header: training goes on while they are written, and changes neither."""
     tensors = {name: whole(parts, slots.spans) for name, parts in _live(slots, optimizer).items()}
     tensors |= {name: copies[0].detach().to("cpu", copy=True) for name, copies in _alike(optimizer).items()}
     for k, best in standing.best.items():
@@ -51,7 +52,7 @@ def pack_wave(
             for lane in lanes
         ],
     }
-    return tensors, meta
+    return tensors, deepcopy(meta)
 
 
 def unpack_wave(

@@ -199,12 +199,13 @@ def test_after_a_torn_line_that_cannot_be_taken_back_nothing_more_is_written(
     assert numbers(tmp_path / "j") == [0, 1, 2, 3, 4, 6]
 
 
-def test_a_deleted_journal_is_noticed_at_the_next_durable_event(tmp_path: Path) -> None:
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_deleted_journal_is_noticed_at_the_next_event(durable: bool, tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "j")
     journal.append("tick", durable=True)
     (tmp_path / "j").unlink()
     with pytest.raises(RunError, match="vanished"):
-        journal.append("tick", durable=True)
+        journal.append("tick", durable=durable)
 
 
 def test_killed_at_random_moments_all_that_was_reported_durable_is_there(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Journal:
                 _write_all(self._handle, _to_line(entry))
                 if durable:
                     os.fsync(self._handle)
-                    self._still_there()
+                self._still_there()
             except BaseException:  # also Ctrl-C: the event that tells of it is to follow a whole line
                 self._is_torn = True
                 with suppress(OSError):

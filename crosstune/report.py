@@ -15,7 +15,7 @@ from crosstune.errors import RunError
 from crosstune.result import make_report
 from crosstune.review import learning_curve, read_review, say_learning_curve
 from crosstune.store.run import Run
-from crosstune.units import bytes_words, seconds_words
+from crosstune.units import bytes_words, seconds_words, setting_words
 from crosstune.yaml_text import dump_yaml, write_text
 
 HARDEST_ROWS = 20
@@ -36,6 +36,7 @@ def report_page(run: Run) -> str:
 
     pages = Environment(loader=PackageLoader("crosstune", ""), autoescape=True, undefined=StrictUndefined)
     pages.filters["number"] = lambda value, digits=4: "–" if value is None else f"{value:.{digits}f}"
+    pages.filters["setting"] = setting_words
     pages.filters["signed"] = lambda value: f"{value:+.4f}"
     report, recipe = make_report(run), run.stored_recipe()
     metric = str(recipe["sweep"].get("metric", "loss"))

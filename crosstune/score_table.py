@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crosstune.table import show_tables
-from crosstune.units import bytes_words, seconds_words
+from crosstune.units import bytes_words, seconds_words, setting_words
 
 COLUMNS = ("fold", "rows", "tokens", "base loss", "loss", "perplexity", "token acc.")
 MAY_GO = ("perplexity", "tokens", "token acc.", "rows")  # the first first, where a terminal is too narrow
@@ -42,7 +42,7 @@ def score_table(trial: Mapping[str, Any]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    settings = ", ".join(f"{key}={value}" for key, value in trial["settings"].items())
+    settings = ", ".join(f"{key}={setting_words(value)}" for key, value in trial["settings"].items())
     table = Table(title=Text(f"trial {trial['trial']}" + (f": {settings}" if settings else "")), box=box.SIMPLE)
     table.title_justify = "left"
     for name in COLUMNS:

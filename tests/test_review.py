@@ -191,7 +191,7 @@ def test_the_page_shows_conclusion_metrics_and_suspects(tmp_path):
     rows = made_rows(tmp_path)
     losses = np.array([[1.0, 1.2, 0.9, 1.1, 1.0], [1.5, 1.7, 1.4, 1.6, 1.51]])
     page = report_page(Run.read(make_run(tmp_path / "run", rows, losses)))
-    assert "better than rank=16" in page and "<td>worse</td>" in page
+    assert "better than rank=16" in page and ">worse</td>" in page
     part = page[page.index("Rows that look wrong") :]
     assert part.index("<td>4</td>") < part.index("answers otherwise")
 

@@ -7,6 +7,7 @@ Exit codes: 0 done, 2 refused, 3 at least one lane failed, 130 interrupted, 143 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import click
@@ -42,6 +43,8 @@ for verb in (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A user's mistake is shown as problem and fix, never as a traceback."""
+    # bitsandbytes 0.50 advises a kernel for its own 4-bit products whenever PEFT imports it, whatever the base is.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         code = crosstune.main(args=arguments, prog_name="crosstune", standalone_mode=False)
     except click.ClickException as error:

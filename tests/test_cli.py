@@ -166,3 +166,15 @@ def test_init_and_report_give_json_and_a_command_that_can_be_pasted(cases, tmp_p
 def test_every_verb_that_makes_something_has_json():
     without = [name for name, verb in cli.crosstune.commands.items() if "as_json" not in {p.name for p in verb.params}]
     assert without == []
+
+
+def test_another_librarys_advice_on_its_own_kernels_is_no_line_of_ours():
+    code = """
+import logging
+from crosstune import cli
+cli.main(["run", "nowhere.yaml"])
+logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load a kernel")
+logging.getLogger("bitsandbytes").warning("something else")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "kernel" not in done.stderr and "something else" in done.stderr

@@ -146,7 +146,7 @@ def test_a_power_cut_after_a_lanes_line_takes_no_folder_of_it(
     def flush(handle: int) -> None:
         fsync(handle)
         flushed = os.fstat(handle).st_ino
-        for path in [path for path, inode in fleeting.items() if inode == flushed]:
+        for path in [path for path, inode in list(fleeting.items()) if inode == flushed]:
             fleeting.pop(path, None)
 
     def in_time(run: Run, event: str, *args: Any, **fields: Any) -> None:

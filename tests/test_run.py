@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -449,6 +450,24 @@ def test_what_is_no_word_of_the_disks_passes_as_it_is(tmp_path: Path) -> None:
         with pytest.raises(type(error)) as found, files.guard("writing", tmp_path / "x"):
             raise error
         assert found.value is error
+
+
+def test_a_folder_that_another_thread_finds_made_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, flushed, begun = files.sync_folder, [], threading.Event()
+
+    def slow(folder: Path) -> None:
+        begun.set()
+        time.sleep(0.2)
+        sync(folder)
+        flushed.append(folder)
+
+    monkeypatch.setattr(files, "sync_folder", slow)
+    other = threading.Thread(target=files.make_folder, args=(tmp_path / "lanes" / "a",))
+    other.start()
+    begun.wait()  # it has made both, and flushes the first of their parents
+    files.make_folder(tmp_path / "lanes" / "a")
+    assert sorted(flushed) == [tmp_path, tmp_path / "lanes"]
+    other.join()
 
 
 def test_scores_are_json(tmp_path: Path) -> None:

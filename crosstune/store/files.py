@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -32,6 +33,7 @@ _FIXES = {
 
 _FOLDER_PART = re.compile(r"\..+\.[0-9a-f]{8}(\.old)?")  # as `beside` names them
 _TENSORS_PART = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # safetensors writes into one, and renames it
+_MAKING = threading.Lock()  # what another thread finds made is flushed too
 
 
 @contextmanager
@@ -79,10 +81,11 @@ def write_file(path: Path, fill: bytes | Callable[[Path], object]) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and what is missing above it; each one's entry is flushed too."""
-    missing = list(takewhile(lambda place: not place.exists(), (folder, *folder.parents)))
-    folder.mkdir(parents=True, exist_ok=True)
-    for place in missing:
-        sync_folder(place.parent)
+    with _MAKING:
+        missing = list(takewhile(lambda place: not place.exists(), (folder, *folder.parents)))
+        folder.mkdir(parents=True, exist_ok=True)
+        for place in missing:
+            sync_folder(place.parent)
 
 
 def beside(path: Path, ending: str = "") -> Path:

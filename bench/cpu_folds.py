@@ -118,12 +118,12 @@ def run_peft_loop(recipe_path: str) -> dict:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from crosstune.asked import gather
     from crosstune.inputs import judge, read_asked_rows
     from crosstune.model.base import load_base
     from crosstune.model.device import choose_device
     from crosstune.progress import Quiet
-    from crosstune.splits import split_rows
+    from crosstune.recipe.asked import gather
+    from crosstune.splits.splits import split_rows
 
     clock = Clock()
     asked = gather(recipe_path, sections={})

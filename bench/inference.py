@@ -77,7 +77,7 @@ def plain(given: argparse.Namespace, device: torch.device, dtype: torch.dtype) -
     from crosstune.demo_model import find_model
     from crosstune.model.base import DTYPES, load_base
     from crosstune.progress import Lines
-    from crosstune.sections import Model
+    from crosstune.recipe.sections import Model
 
     name = given.model or find_model(Lines())
     precision = next(word for word, known in DTYPES.items() if known == dtype)

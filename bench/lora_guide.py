@@ -19,11 +19,11 @@ import crosstune
 from bench.word_rows import LABELS, rated_words, write_rows
 from crosstune.demo import choose_rows, fastest_precision, read_corpus
 from crosstune.memory.visible import visible_gpus
-from crosstune.pruning import Halving
-from crosstune.result import Result
-from crosstune.scores import fold_scores
+from crosstune.results.result import Result
+from crosstune.results.scores import fold_scores
 from crosstune.store.run import Run
-from crosstune.sweep import Sweep
+from crosstune.sweep.pruning import Halving
+from crosstune.sweep.sweep import Sweep
 
 DEFAULT = {"lora": {"rank": 16, "alpha": 32, "dropout": 0.0, "targets": "all-linear"}, "learning_rate": 5e-4}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -20,9 +20,9 @@ from crosstune.deploy import rows_for
 from crosstune.export.merge import merge
 from crosstune.export.quantize import quantized_model, write_plain
 from crosstune.export.verify import Loading, Outputs, difference, outputs_of
-from crosstune.fitting import fit
+from crosstune.fitting.fit import fit
 from crosstune.progress import Lines
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from crosstune.recipe import Recipe
-from crosstune.search import OPTUNA_RULES, Search, open_search
+from crosstune.recipe.recipe import Recipe
 from crosstune.store.run import Run
+from crosstune.sweep.search import OPTUNA_RULES, Search, open_search
 
 Lane = tuple[int, int]  # trial, fold
 Scores = dict[Lane, list[float]]  # evaluation by evaluation

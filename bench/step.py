@@ -28,7 +28,7 @@ from crosstune.model import block
 from crosstune.model.attach import Slots, attached
 from crosstune.model.base import Base, adopt
 from crosstune.model.targets import resolve_targets
-from crosstune.sections import Evaluate, Lora, Train
+from crosstune.recipe.sections import Evaluate, Lora, Train
 from crosstune.train.lane import Lane, LaneJob
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.step import DeviceBatch, run_pass, train_step

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from crosstune.deploy import average, merge
     from crosstune.errors import CrosstuneError
     from crosstune.export.answer import generate
-    from crosstune.fitting import fit
+    from crosstune.fitting.fit import fit
     from crosstune.memory.explain import plan
     from crosstune.nested import nested_cross_validate
-    from crosstune.recipe import Recipe
-    from crosstune.report import write_report
-    from crosstune.result import Result
+    from crosstune.recipe.recipe import Recipe
+    from crosstune.report.report import write_report
+    from crosstune.results.result import Result
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,17 +39,17 @@ __all__ = [
 _HOMES = {
     "CrosstuneError": "errors",
     "LintReport": "data.lint",
-    "Recipe": "recipe",
-    "Result": "result",
+    "Recipe": "recipe.recipe",
+    "Result": "results.result",
     "average": "deploy",
     "cross_validate": "crossval",
-    "fit": "fitting",
+    "fit": "fitting.fit",
     "generate": "export.answer",
     "lint": "data.lint",
     "merge": "deploy",
     "nested_cross_validate": "nested",
     "plan": "memory.explain",
-    "write_report": "report",
+    "write_report": "report.report",
 }
 
 

@@ -16,27 +16,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.asked import Asked, gather
 from crosstune.data.load import Rows
 from crosstune.data.tokens import Tokens
 from crosstune.errors import RecipeError
-from crosstune.fold_units import rows_together
 from crosstune.inputs import Inputs, judge, read_asked_rows
 from crosstune.interrupt import Interrupts
 from crosstune.memory.plan import Plan
 from crosstune.metrics import find_metric
 from crosstune.progress import Progress, choose_progress
-from crosstune.recipe import Recipe
+from crosstune.recipe.asked import Asked, gather
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Folds
 from crosstune.resources import checkpoints_of, end_recorded, make_plan, open_run, open_workers, random_state_kept
-from crosstune.result import Result, make_report, write_out_of_fold, write_scores
-from crosstune.review import review_rows
-from crosstune.scores import record_pooled
-from crosstune.search import open_search
-from crosstune.sections import Folds
-from crosstune.splits import Fold, fold_table, split_rows
+from crosstune.results.result import Result, make_report, write_out_of_fold, write_scores
+from crosstune.results.review import review_rows
+from crosstune.results.scores import record_pooled
+from crosstune.splits.fold_units import rows_together
+from crosstune.splits.splits import Fold, fold_table, split_rows
 from crosstune.stats import held_out_share
 from crosstune.store.run import Run
-from crosstune.sweep import Trial, share_of_rows, trials_to_plan
+from crosstune.sweep.search import open_search
+from crosstune.sweep.sweep import Trial, share_of_rows, trials_to_plan
 
 if TYPE_CHECKING:
     from crosstune.train.exam import Exam

@@ -18,8 +18,8 @@ from crosstune.errors import DataError, MissingExtra
 from crosstune.memory.precision import native_cpu_bf16
 from crosstune.memory.visible import visible_gpus
 from crosstune.progress import Progress
-from crosstune.recipe import Recipe, write_text
-from crosstune.yaml_text import parse_yaml
+from crosstune.recipe.recipe import Recipe, write_text
+from crosstune.recipe.yaml_text import parse_yaml
 
 LONGEST_ANSWER = 200  # characters; the corpus holds a few essays that would take most of the demo's time
 

@@ -17,9 +17,9 @@ from crosstune.data.tokenizer import longest_row
 from crosstune.data.tokens import tokenize
 from crosstune.errors import DataError, RunError, refuse
 from crosstune.progress import Progress
-from crosstune.recipe import Recipe
-from crosstune.result import Result
-from crosstune.sections import Data, Lora
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Data, Lora
+from crosstune.results.result import Result
 from crosstune.store.run import Run
 
 if TYPE_CHECKING:

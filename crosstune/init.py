@@ -15,8 +15,8 @@ from statistics import median
 from crosstune.data.load import load_rows
 from crosstune.data.rows import Rows, content_parts
 from crosstune.errors import DataError, RecipeError
-from crosstune.recipe import parse_yaml, write_text
-from crosstune.sections import Data
+from crosstune.recipe.recipe import parse_yaml, write_text
+from crosstune.recipe.sections import Data
 
 LABEL_NAMES = ("label", "category", "class", "intent", "topic", "target", "sentiment", "type")
 GROUP_NAMES = (

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune.asked import Asked
 from crosstune.data.lint import lint_rows
 from crosstune.data.load import Rows, load_rows
 from crosstune.data.tokenizer import ReadyTokenizer, longest_row, ready_tokenizer
@@ -16,7 +15,8 @@ from crosstune.data.tokens import Tokens, tokenize
 from crosstune.errors import refuse
 from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, stage
-from crosstune.suspects import read_row_numbers
+from crosstune.recipe.asked import Asked
+from crosstune.results.suspects import read_row_numbers
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.asked import Asked, gather
 from crosstune.crossval import cross_validate
 from crosstune.data.rows import Rows
 from crosstune.errors import LaneFailed, RecipeError
 from crosstune.inputs import read_asked_rows
 from crosstune.metrics import find_metric
 from crosstune.progress import Progress, choose_progress
-from crosstune.recipe import Recipe
-from crosstune.scores import limits
-from crosstune.sections import Folds
-from crosstune.splits import Fold, split_rows
+from crosstune.recipe.asked import Asked, gather
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Folds
+from crosstune.recipe.yaml_text import write_text
+from crosstune.results.scores import limits
+from crosstune.splits.splits import Fold, split_rows
 from crosstune.stats import Interval, fold_interval
-from crosstune.sweep import make_trial
-from crosstune.yaml_text import write_text
+from crosstune.sweep.sweep import make_trial
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from crosstune.data.tokens import Tokens
 from crosstune.export.adapter import TokenizerFiles, Written, save_adapter, write_weights
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 from crosstune.store.run import Run
 from crosstune.store.writers import Writers
-from crosstune.sweep import Trial
+from crosstune.sweep.sweep import Trial
 from crosstune.train.events import (
     Event,
     LaneEvaluated,

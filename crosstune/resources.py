@@ -1,6 +1,6 @@
 """What a training needs beside its inputs: a run folder, someone to train, a plan that fits, checkpoints.
 
-The door to torch, with crossval.py and fitting.py: imported inside functions.
+The door to torch, with crossval.py and fitting/fit.py: imported inside functions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crosstune.asked import Asked
 from crosstune.data.load import Rows
 from crosstune.data.tokens import Tokens
 from crosstune.errors import DeviceError, MissingExtra, RecipeError
@@ -23,10 +22,11 @@ from crosstune.memory.gpus import Present
 from crosstune.memory.layout import Devices, Layout
 from crosstune.memory.plan import Plan, plan_memory
 from crosstune.progress import Progress
-from crosstune.recipe import Recipe
-from crosstune.splits import Fold
+from crosstune.recipe.asked import Asked
+from crosstune.recipe.recipe import Recipe
+from crosstune.splits.splits import Fold
 from crosstune.store.run import Run
-from crosstune.sweep import Trial
+from crosstune.sweep.sweep import Trial
 
 if TYPE_CHECKING:
     from crosstune.model.base import Base

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from crosstune.recipe import Recipe, options
+from crosstune.recipe.recipe import Recipe, options
 
 PAGE = Path(__file__).parent / "recipe.md"
 HEAD = """# The recipe

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from crosstune.data.rows import normal_text
-from crosstune.yaml_text import parse_yaml
+from crosstune.recipe.yaml_text import parse_yaml
 
 
 def chatterbot(language: str) -> Iterator[tuple[str, list[str]]]:

@@ -9,7 +9,7 @@ from typing import Any
 from crosstune.data.load import load_rows
 from crosstune.data.rows import Rows
 from crosstune.data.tokens import Tokens, tokenize
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 from tests.tiny import CASES, INSTRUCT
 
 BOS_ID, EOS_ID, PAD_ID, OPEN_ID, CLOSE_ID, EOT_ID = 360, 361, 364, 366, 367, 368

@@ -148,8 +148,8 @@ def unreadable(folder: Path) -> list[str]:
     import pyarrow.parquet
     from safetensors import safe_open
 
+    from crosstune.recipe.yaml_text import parse_yaml
     from crosstune.store.journal import Journal
-    from crosstune.yaml_text import parse_yaml
 
     def read_tensors(path: Path) -> None:
         with safe_open(path, framework="pt") as file:

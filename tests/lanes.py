@@ -14,7 +14,7 @@ from crosstune.data.tokens import Tokens
 from crosstune.model.base import Base, load_base
 from crosstune.model.targets import resolve_targets
 from crosstune.progress import Quiet
-from crosstune.sections import Evaluate, Lora, Model, Train
+from crosstune.recipe.sections import Evaluate, Lora, Model, Train
 from crosstune.train.events import Event, LaneFinished, LaneRetired, WaveFinished
 from crosstune.train.lane import LaneJob
 from crosstune.train.run_wave import run_wave

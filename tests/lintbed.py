@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.data.lint import LintReport, lint
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 from tests.tiny import make_tiny
 
 # Findings that any data set under the tiny model has: the shape that was told, the pad token that was chosen, 384

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 from crosstune.data.load import load_rows
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 LOOSE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

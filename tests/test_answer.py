@@ -14,7 +14,7 @@ from crosstune.data.load import load_rows
 from crosstune.errors import CrosstuneError, ModelError
 from crosstune.export import generate, merge
 from crosstune.export.answer import encode_questions
-from crosstune.sections import Data, Lora
+from crosstune.recipe.sections import Data, Lora
 from crosstune.train.generate import Sampling
 from tests.adapters import TARGETS, export, random_adapter
 

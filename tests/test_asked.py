@@ -12,13 +12,13 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig
 from sklearn.model_selection import GroupKFold, KFold, StratifiedKFold
 
 import crosstune
-from crosstune.asked import gather
 from crosstune.data.load import load_rows
 from crosstune.errors import CrosstuneError, RecipeError
 from crosstune.metrics import find_metric
-from crosstune.recipe import Recipe
-from crosstune.sections import Folds
-from crosstune.splits import split_rows
+from crosstune.recipe.asked import gather
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Folds
+from crosstune.splits.splits import split_rows
 
 PLAIN = {"model": "m", "data": "rows.jsonl"}
 FRAME = pd.DataFrame({"prompt": list("abcdefgh"), "completion": list("ijklmnop"), "label": list("xyxyxyxy")})

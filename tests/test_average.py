@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from crosstune.errors import ModelError, RunError
 from crosstune.export import merge
 from crosstune.export.average import average_adapters
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 from tests.adapters import TARGETS, export, random_adapter
 
 LORAS = [Lora(rank=4, alpha=8), Lora(rank=2, alpha=8, rslora=True), Lora(rank=8, alpha=4)]

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from crosstune.asked import gather
 from crosstune.memory.estimate import Settings
 from crosstune.memory.gpus import find_gpu
 from crosstune.memory.shape import ModelShape
 from crosstune.model.base import load_base
-from crosstune.sections import Model
+from crosstune.recipe.asked import gather
+from crosstune.recipe.sections import Model
 from crosstune.train.rehearse import rehearse
 
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from crosstune.model import block
 from crosstune.model.base import adopt
 from crosstune.model.targets import resolve_targets
-from crosstune.sections import Evaluate, Lora, Train
+from crosstune.recipe.sections import Evaluate, Lora, Train
 from crosstune.train.evaluate import score_base
 from crosstune.train.lane import LaneJob
 from tests.lanes import PlanOf, run, tokens_of

@@ -15,7 +15,7 @@ from crosstune.model.base import adopt
 from crosstune.model.block import FusedBlock, FusedNorm
 from crosstune.model.lora import LaneLinear
 from crosstune.model.targets import resolve_targets
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 from crosstune.train.step import DeviceBatch, run_pass
 from tests.lanes import random_tokens
 

@@ -171,7 +171,7 @@ import sys
 from pathlib import Path
 
 from crosstune.errors import RunError
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 from tests.adapters import export
 
 disk, model = map(Path, sys.argv[1:])
@@ -201,7 +201,7 @@ from pathlib import Path
 
 from crosstune.errors import CrosstuneError
 from crosstune.export import merge
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 from tests.adapters import export
 
 disk, model = map(Path, sys.argv[1:])

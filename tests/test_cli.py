@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from crosstune import __version__, cli
-from crosstune.recipe import Recipe, options
+from crosstune.recipe.recipe import Recipe, options
 from crosstune.store.run import Run
 
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from crosstune.compare import Entry, rank_trials
 from crosstune.errors import DataError
-from crosstune.pruning import Halving, Race
-from crosstune.ranking_table import show_ranking
-from crosstune.sweep import Sweep
+from crosstune.report.ranking_table import show_ranking
+from crosstune.results.compare import Entry, rank_trials
+from crosstune.sweep.pruning import Halving, Race
+from crosstune.sweep.sweep import Sweep
 
 
 def entry(name, scores, **more):

@@ -25,8 +25,8 @@ from crosstune.data.tokenizer import ready_tokenizer
 from crosstune.data.tokens import tokenize
 from crosstune.errors import CrosstuneError
 from crosstune.progress import Quiet
-from crosstune.recipe import Recipe
-from crosstune.sections import Data, Evaluate, Lora, Model, Train
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Data, Evaluate, Lora, Model, Train
 from crosstune.store.run import Run
 from crosstune.train import wave
 from crosstune.train.cutting import Cutting

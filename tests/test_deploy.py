@@ -13,10 +13,10 @@ import crosstune
 from crosstune.data.load import load_rows
 from crosstune.deploy import average, merge, rows_for
 from crosstune.errors import CrosstuneError, DataError, ModelError, RunError
-from crosstune.fitting import fit
+from crosstune.fitting.fit import fit
 from crosstune.nested import nested_cross_validate
 from crosstune.progress import Quiet
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 from crosstune.store.run import Run
 from crosstune.train.generate import Sampling
 from tests.test_fit import CHAT8, CHAT24, LORA, recipe, run_folds

@@ -14,7 +14,7 @@ from crosstune.memory.gpus import GIB, GPUS, find_gpu, free_ram_bytes, parse_byt
 from crosstune.memory.precision import attention_kernel, choose_precision
 from crosstune.memory.visible import best_gpu, choose_gpu, show_gpus, visible_gpus
 from crosstune.model.device import choose_device, free_bytes, live_bytes, live_tensors, named_device, peak_bytes
-from crosstune.sections import Device
+from crosstune.recipe.sections import Device
 
 
 @pytest.mark.parametrize("name", ["4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx4090", "rtx-4090"])

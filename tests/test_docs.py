@@ -13,8 +13,8 @@ import pytest
 
 import crosstune
 from crosstune.cli import crosstune as command
-from crosstune.recipe import Recipe
-from crosstune.yaml_text import parse_yaml
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.yaml_text import parse_yaml
 from tests.tiny import CASES
 
 ROOT = Path(__file__).parent.parent

@@ -14,9 +14,9 @@ from crosstune.errors import CrosstuneError
 from crosstune.metrics.text import exact_match
 from crosstune.nested import Nested, OuterFold, nested_cross_validate
 from crosstune.progress import Quiet
-from crosstune.result import Result
-from crosstune.score_table import show_scores
-from crosstune.scores import fold_scores, right_and_chances
+from crosstune.report.score_table import show_scores
+from crosstune.results.result import Result
+from crosstune.results.scores import fold_scores, right_and_chances
 from crosstune.stats import fold_interval
 from crosstune.store.run import Run
 

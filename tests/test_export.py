@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from crosstune.errors import RunError
 from crosstune.export.serve import go_template, serve_commands, write_modelfile
 from crosstune.export.turns import plain_turns
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 from tests.adapters import TARGETS, export, target_modules
 
 I02 = re.compile(r"^base_model\.model\.model\.layers\.[01]\.self_attn\.[qv]_proj\.lora_[AB]\.weight$")

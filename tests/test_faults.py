@@ -12,21 +12,21 @@ import pytest
 import torch
 
 from crosstune import record as record_module
-from crosstune import scores as scores_module
 from crosstune.cli import main
 from crosstune.crossval import cross_validate
 from crosstune.data.tokens import Tokens
 from crosstune.errors import LaneFailed, RecipeError, RunError
-from crosstune.fitting import fit
+from crosstune.fitting.fit import fit
 from crosstune.interrupt import Interrupted
 from crosstune.nested import nested_cross_validate
 from crosstune.progress import Quiet
-from crosstune.result import Result
+from crosstune.recipe.yaml_text import dump_yaml
+from crosstune.results import scores as scores_module
+from crosstune.results.result import Result
 from crosstune.store.run import Run
 from crosstune.train import wave as wave_module
 from crosstune.train.fault import WaveFault, blame_each, ends_the_run, reason_of
 from crosstune.train.lane import Lane, LaneJob
-from crosstune.yaml_text import dump_yaml
 from tests.kill_run import digests, unreadable
 
 Inject = Callable[[pytest.MonkeyPatch], None]

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import crosstune
 from crosstune.cli import main
 from crosstune.errors import LaneFailed, RecipeError, RunError
-from crosstune.fitting import fit
+from crosstune.fitting.fit import fit
 from crosstune.progress import Quiet
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.yaml_text import dump_yaml
 from crosstune.stats import fold_interval
 from crosstune.store.run import Run
 from crosstune.workers import local
-from crosstune.yaml_text import dump_yaml
 from tests.kill_run import digests
 from tests.test_resume_cases import Stopped, Telling
 from tests.tiny import CASES

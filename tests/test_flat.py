@@ -12,7 +12,7 @@ from crosstune.model import block
 from crosstune.model.attach import Slots, attached
 from crosstune.model.base import load_base
 from crosstune.model.lanes import Lanes
-from crosstune.sections import Model
+from crosstune.recipe.sections import Model
 from crosstune.train import cutting
 from crosstune.train import wave as wave_module
 from crosstune.train.cutting import Cutting, choose_cutting

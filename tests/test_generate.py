@@ -18,7 +18,7 @@ from crosstune.data.tokens import tokenize
 from crosstune.errors import DataError, DeviceError
 from crosstune.model.attach import LaneSpec, attached
 from crosstune.model.targets import resolve_targets
-from crosstune.sections import Data, Lora
+from crosstune.recipe.sections import Data, Lora
 from crosstune.train.choice import score_labels
 from crosstune.train.generate import Prompt, Sampling, begin, choose_tokens, generate_lanes
 from tests.adapters import random_adapter

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from crosstune.errors import ModelError, RunError
 from crosstune.export import merge
 from crosstune.export.gguf import Layout, rope_factors, write_gguf
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 from tests.adapters import TARGETS, export
 from tests.merging import logits, with_adapter
 from tests.tiny import make_tiny

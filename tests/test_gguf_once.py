@@ -13,7 +13,7 @@ from crosstune.data.gguf_once import forget_parsed, parsed_once
 from crosstune.data.tokenizer import load_tokenizer
 from crosstune.export.gguf import write_gguf
 from crosstune.model.base import load_base, load_config
-from crosstune.sections import Model
+from crosstune.recipe.sections import Model
 from tests.tiny import make_tiny
 
 

@@ -14,7 +14,7 @@ from crosstune.model.frozen import FourBit
 from crosstune.model.head import _frozen_chunk
 from crosstune.model.lora import Dropout, hashed_columns
 from crosstune.model.targets import resolve_targets
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 from crosstune.train.step import DeviceBatch, run_pass
 from tests.lanes import random_tokens
 

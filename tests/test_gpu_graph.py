@@ -16,7 +16,7 @@ from crosstune.model.base import adopt
 from crosstune.model.lanes import groups_products
 from crosstune.model.targets import resolve_targets
 from crosstune.progress import Quiet
-from crosstune.sections import Evaluate, Lora, Train
+from crosstune.recipe.sections import Evaluate, Lora, Train
 from crosstune.train import cutting, graph
 from crosstune.train.lane import LaneJob
 from crosstune.train.run_wave import run_wave

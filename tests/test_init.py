@@ -7,7 +7,7 @@ import pytest
 
 from crosstune.errors import DataError, RecipeError
 from crosstune.init import describe_data, scalar, write_recipe
-from crosstune.recipe import Recipe, parse_yaml
+from crosstune.recipe.recipe import Recipe, parse_yaml
 
 
 def write_csv(file, rows):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.yaml_text import dump_yaml
 from crosstune.store.run import Run
-from crosstune.yaml_text import dump_yaml
 from tests.kill_run import digests, recipe_for
 from tests.signals import end_by
 

@@ -27,7 +27,7 @@ from crosstune.model.device import choose_device
 from crosstune.model.shards import put
 from crosstune.model.spread import device_map, empty_model
 from crosstune.progress import Quiet
-from crosstune.sections import Device, Model
+from crosstune.recipe.sections import Device, Model
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.generate import Prompt, Sampling, begin, generate_lanes
 from crosstune.train.run_wave import run_wave
@@ -262,9 +262,9 @@ def test_a_whole_cross_validation_over_two_places(folder, tmp_path, monkeypatch)
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_said_by_name(folder, monkeypatch, device, sections, words):
-    from crosstune.asked import gather
     from crosstune.interrupt import Interrupts
     from crosstune.memory import visible
+    from crosstune.recipe.asked import gather
     from crosstune.resources import open_workers
 
     if torch.cuda.is_available():
@@ -278,8 +278,8 @@ def test_what_cannot_be_honoured_is_said_by_name(folder, monkeypatch, device, se
 
 
 def test_auto_on_a_computer_without_gpus_is_the_cpu(folder, monkeypatch):
-    from crosstune.asked import gather
     from crosstune.memory import visible
+    from crosstune.recipe.asked import gather
     from crosstune.resources import _choose_place
 
     monkeypatch.setattr(visible, "present_gpus", list)

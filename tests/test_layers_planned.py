@@ -17,7 +17,7 @@ from crosstune.memory.layout import Devices, lay_out, share, ways
 from crosstune.memory.plan import plan_memory
 from crosstune.memory.shape import ModelShape
 from crosstune.model.spread import Spread, device_map, empty_model
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 
 LLAMA = ModelShape.read("tests/cases/llama3-8b")
 

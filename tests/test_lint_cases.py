@@ -13,8 +13,8 @@ from crosstune.data.lint import LintReport, lint
 from crosstune.data.load import load_rows
 from crosstune.errors import DataError, Finding, RecipeError, Refused
 from crosstune.progress import Quiet
-from crosstune.recipe import Recipe
-from crosstune.sections import Data
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Data
 from tests.lintbed import found, lint_file, tiny_models
 from tests.tiny import CASES
 

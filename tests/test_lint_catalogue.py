@@ -13,9 +13,9 @@ from crosstune.data.lint.catalogue import FAULTS, SECTIONS
 from crosstune.data.lint.fault import Fault
 from crosstune.data.lint.faults_file import chat
 from crosstune.data.lint.faults_rows import PLAIN_ROWS
-from crosstune.recipe import Recipe
-from crosstune.sections import Model
-from crosstune.yaml_text import parse_yaml
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Model
+from crosstune.recipe.yaml_text import parse_yaml
 from tests.lintbed import tiny_models
 
 # Which tiny model shows the fault, and which one doesn't, where it lies in the model; instruct for all others.

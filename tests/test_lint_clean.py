@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from crosstune.data.lint import lint
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 from tests.corpora import CORPORA
 from tests.lintbed import found
 from tests.llama3 import llama3_tokenizer

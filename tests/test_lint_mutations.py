@@ -13,8 +13,8 @@ import pytest
 from crosstune.data.lint import LintReport, lint
 from crosstune.data.lint.catalogue import FAULTS
 from crosstune.data.tokenizer import load_tokenizer
-from crosstune.recipe import Recipe
-from crosstune.sections import Data, Model
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Data, Model
 from tests.breaks import BREAKS, SHAPES, Bed
 from tests.lintbed import ALWAYS, found
 

@@ -14,7 +14,7 @@ from crosstune.data.lint.duplicates import BATCH, near_sets
 from crosstune.data.lint.report import SHOWN_SINGLY
 from crosstune.errors import Refused
 from crosstune.progress import Lines
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 from tests.lintbed import found, write_rows
 from tests.tiny import CASES
 

@@ -13,8 +13,8 @@ from crosstune.data.lint.embedding import find_embedding
 from crosstune.data.load import load_rows
 from crosstune.data.tokenizer import load_tokenizer
 from crosstune.errors import ModelError
-from crosstune.recipe import Recipe
-from crosstune.sections import Data, Model
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Data, Model
 from tests.lintbed import found, lint_file, write_rows
 from tests.tiny import CASES, INSTRUCT, make_tiny
 

@@ -10,9 +10,9 @@ from crosstune.data.load import load_rows
 from crosstune.deploy import merge
 from crosstune.export.answer import encode_questions
 from crosstune.export.gguf import write_gguf
-from crosstune.fitting import fit
+from crosstune.fitting.fit import fit
 from crosstune.progress import Quiet
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 from tests.test_deploy import LEARN_BY_HEART
 from tests.test_fit import CHAT8, recipe
 from tests.tiny import make_tiny

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from crosstune.data.load import Row, read_rows
 from crosstune.data.rows import content_key, normal_key
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 from tests.loading import LOOSE, content, csv_text, faults, load, talk, write
 
 # --- the cases -----------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_jsonl_streams_in_bounded_memory(tmp_path):
 
 
 def test_reading_loads_neither_torch_nor_pandas(tmp_path):
-    code = f"import sys; from crosstune.data.load import load_rows; from crosstune.recipe import Data; " \
+    code = f"import sys; from crosstune.data.load import load_rows; from crosstune.recipe.recipe import Data; " \
            f"load_rows({str(write(tmp_path / 'a.csv', 'text' + chr(10) + 'a' + chr(10)))!r}, Data(path='x')); " \
            f"sys.exit(bool({{'torch', 'transformers', 'pandas', 'datasets'}} & set(sys.modules)))"  # fmt: skip
     assert (

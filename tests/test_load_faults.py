@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from crosstune.data.load import Row, read_rows
 from crosstune.errors import CrosstuneError, DataError, Finding, MissingExtra
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 from tests.loading import LOOSE, csv_text, faults, load, talk, write
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from crosstune.pruning import Halving
-from crosstune.sweep import Sweep
+from crosstune.sweep.pruning import Halving
+from crosstune.sweep.sweep import Sweep
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,7 +9,7 @@ import torch
 
 from crosstune.model.base import load_base
 from crosstune.model.device import choose_device, free_bytes, machine_of, used_bytes
-from crosstune.sections import Device, Model
+from crosstune.recipe.sections import Device, Model
 from crosstune.train import wave as wave_module
 from crosstune.train.optimizer import LaneAdamW
 from crosstune.train.recover import PlanChanged

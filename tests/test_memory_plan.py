@@ -19,7 +19,7 @@ from crosstune.memory.spare import use_spare
 from crosstune.memory.speed import counts_near, step_tokens
 from crosstune.memory.ways import ways_to_fit
 from crosstune.memory.widths import make_plan
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 from crosstune.resources import WIDTHS
 
 LLAMA = ModelShape.read("tests/cases/llama3-8b")
@@ -166,7 +166,7 @@ def test_case_m05_plan_stays_below_1_gb_and_never_loads_torch():
         "import sys\n"
         "from pathlib import Path\n"
         "from crosstune.memory.explain import explain\n"
-        "from crosstune.recipe import Recipe\n"
+        "from crosstune.recipe.recipe import Recipe\n"
         "r = Recipe.build({'model': 'tests/cases/llama3-8b', 'data': 'x.jsonl'})\n"
         "explain(r, gpu='h100', lengths=[8192] * 10).to_json()\n"
         # not ru_maxrss, which a program inherits from the process that starts it

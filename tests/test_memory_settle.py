@@ -10,7 +10,7 @@ from crosstune.errors import DeviceError
 from crosstune.memory.gpus import GIB, find_gpu
 from crosstune.memory.plan import plan_memory
 from crosstune.memory.shape import ModelShape
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 from crosstune.train import rehearse as rehearse_module
 from crosstune.train.rehearse import rehearse, settle
 

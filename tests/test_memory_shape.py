@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from crosstune.errors import ModelError
 from crosstune.memory.config import read_config
 from crosstune.memory.shape import FAMILIES, ModelShape
-from crosstune.sections import Model
+from crosstune.recipe.sections import Model
 from tests.tiny import make_tiny
 
 OPTIONS = ({}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"num_key_value_heads": 1, "head_dim": 32})

@@ -20,7 +20,7 @@ from crosstune.errors import ModelError, RunError
 from crosstune.export import merge
 from crosstune.export.verify import EncodedRow
 from crosstune.export.weights import weights_checksums
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 from tests.adapters import TARGETS, export, random_adapter
 from tests.merging import assert_same_function, digest, flip_bit, logits, refused, with_adapter
 from tests.tiny import make_tiny

@@ -17,7 +17,7 @@ from crosstune.errors import RunError
 from crosstune.export import merge
 from crosstune.export.folder import CHECKSUMS
 from crosstune.export.weights import weights_checksums
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 from tests.adapters import export
 from tests.merging import assert_same_function, flip_bit, refused
 from tests.tiny import make_tiny

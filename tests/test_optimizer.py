@@ -8,7 +8,7 @@ import torch
 from transformers import get_scheduler
 
 from crosstune.model.attach import attached
-from crosstune.sections import Train
+from crosstune.recipe.sections import Train
 from crosstune.train.lane import learning_rate
 from crosstune.train.optimizer import LaneAdamW
 from tests.lanes import fold_job, fp32_base

@@ -9,7 +9,7 @@ import pytest
 
 from crosstune.data.load import load_rows
 from crosstune.errors import DataError
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 FRAME = pd.DataFrame({"prompt": ["a b", "c, d", 'e "f"'], "completion": ["g", "h", "i"], "label": ["x", "y", "x"]})
 

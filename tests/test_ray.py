@@ -27,10 +27,10 @@ from crosstune.crossval import cross_validate
 from crosstune.errors import DeviceError, RecipeError
 from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.progress import Quiet
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.yaml_text import dump_yaml
 from crosstune.store.run import Run
 from crosstune.train.checkpoint import no_checkpoints
-from crosstune.yaml_text import dump_yaml
 from tests import poison
 from tests.kill_run import digests, unreadable
 from tests.test_record import all_at_once

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crosstune.errors import RecipeError
-from crosstune.recipe import Recipe, dump_yaml, merge, options, parse_yaml, write_text
+from crosstune.recipe.recipe import Recipe, dump_yaml, merge, options, parse_yaml, write_text
 
 SMALL = {"model": "tiny", "data": "rows.jsonl"}
 FROM_THE_ISSUE = """

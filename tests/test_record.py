@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from crosstune import fit_record as fit_record_module
 from crosstune import record as record_module
 from crosstune.crossval import cross_validate
 from crosstune.errors import LaneFailed, RunError
 from crosstune.export.folder import CHECKSUMS, wrong_checksums
-from crosstune.fitting import fit
+from crosstune.fitting import record as fit_record_module
+from crosstune.fitting.fit import fit
 from crosstune.interrupt import Interrupts
 from crosstune.model.attach import Slots
 from crosstune.progress import Quiet

@@ -15,7 +15,7 @@ from crosstune.data.render import Renderer, Span
 from crosstune.data.rows import Row
 from crosstune.data.template import ChatTemplate, RowError
 from crosstune.errors import CrosstuneError, ModelError
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 from tests.tiny import INSTRUCT, OPEN, TURN
 
 BOS, EOT, EOS = "<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"

@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from crosstune.chart import MOST_POINTS, Axis, interval_bars, loss_chart, thinned
 from crosstune.errors import RunError
-from crosstune.recipe import Recipe
-from crosstune.report import hardest_rows, report_page, sentence, write_report
-from crosstune.result import Result, make_report
+from crosstune.recipe.recipe import Recipe
+from crosstune.report.chart import MOST_POINTS, Axis, interval_bars, loss_chart, thinned
+from crosstune.report.report import hardest_rows, report_page, sentence, write_report
+from crosstune.results.result import Result, make_report
 from crosstune.store.run import Run
 
 LOSSES = {0: [3.0, 2.0, 1.5], 1: [3.1, 2.2, 1.7]}

@@ -18,7 +18,7 @@ from crosstune.interrupt import Interrupted, Interrupts
 from crosstune.model.attach import attached
 from crosstune.model.base import Base
 from crosstune.progress import Quiet
-from crosstune.sections import Stop
+from crosstune.recipe.sections import Stop
 from crosstune.train import wave as wave_module
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import LaneEvaluated, LaneFinished, LaneRetired

@@ -19,7 +19,7 @@ from safetensors.torch import load, load_file, save_file
 
 from crosstune.crossval import cross_validate
 from crosstune.errors import ModelError, RunError
-from crosstune.fitting import fit
+from crosstune.fitting.fit import fit
 from crosstune.progress import Quiet
 from crosstune.store.run import Run
 from crosstune.train import wave as wave_module

@@ -12,17 +12,17 @@ from crosstune.cli import main
 from crosstune.crossval import _write_groups
 from crosstune.data.load import load_rows
 from crosstune.errors import RunError
-from crosstune.fitted import expected_of
-from crosstune.recipe import Recipe
-from crosstune.report import hardest_rows, report_page
-from crosstune.result import Result, write_out_of_fold
-from crosstune.review import compare_runs, epoch_choice, learning_curve, review_rows, say_learning_curve
-from crosstune.score_table import show_scores
-from crosstune.scores import group_of, pool_losses, record_pooled
-from crosstune.sections import Data, Folds
+from crosstune.fitting.fitted import expected_of
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Data, Folds
+from crosstune.report.report import hardest_rows, report_page
+from crosstune.report.score_table import show_scores
+from crosstune.results.result import Result, write_out_of_fold
+from crosstune.results.review import compare_runs, epoch_choice, learning_curve, review_rows, say_learning_curve
+from crosstune.results.scores import group_of, pool_losses, record_pooled
+from crosstune.results.suspects import read_row_numbers
 from crosstune.store.run import Run
-from crosstune.suspects import read_row_numbers
-from crosstune.sweep import Trial
+from crosstune.sweep.sweep import Trial
 
 ROWS, FOLDS = 60, 5
 

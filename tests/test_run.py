@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 
 from crosstune.errors import RunError
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 from crosstune.store import files, secrets
 from crosstune.store.run import Run
 

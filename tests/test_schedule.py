@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from crosstune.recipe import Recipe
-from crosstune.search import open_search
+from crosstune.recipe.recipe import Recipe
 from crosstune.store.run import Run
+from crosstune.sweep.search import open_search
 from crosstune.train.lane import LaneJob
 from crosstune.workers.schedule import Schedule
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from crosstune.pruning import Halving, Race
-from crosstune.recipe import Recipe
-from crosstune.search import Budget, open_search
+from crosstune.recipe.recipe import Recipe
 from crosstune.stats import compare_folds
-from crosstune.sweep import Sweep
+from crosstune.sweep.pruning import Halving, Race
+from crosstune.sweep.search import Budget, open_search
+from crosstune.sweep.sweep import Sweep
 
 RATES = {"train.learning_rate": {"log": [1e-5, 1e-1]}}
 

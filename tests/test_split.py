@@ -12,8 +12,8 @@ import crosstune
 from crosstune.errors import DeviceError
 from crosstune.interrupt import Interrupts
 from crosstune.progress import Quiet
-from crosstune.recipe import Recipe
-from crosstune.score_table import show_scores
+from crosstune.recipe.recipe import Recipe
+from crosstune.report.score_table import show_scores
 from crosstune.train import wave as wave_module
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import LaneFinished, WaveFinished

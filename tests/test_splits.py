@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from crosstune.data.load import load_rows
 from crosstune.data.rows import Rows, normal_key
 from crosstune.errors import DataError, Refused
-from crosstune.fold_units import rows_together
 from crosstune.nested import inner_folds
-from crosstune.sections import Data, Folds
-from crosstune.splits import Fold, check_folds, find_leaks, fold_table, split_rows
+from crosstune.recipe.sections import Data, Folds
+from crosstune.splits.fold_units import rows_together
+from crosstune.splits.splits import Fold, check_folds, find_leaks, fold_table, split_rows
 
 
 def rows_of(*texts: str, **columns: list[Any]) -> Rows:

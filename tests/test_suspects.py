@@ -11,7 +11,7 @@ from sklearn.metrics import average_precision_score
 from sklearn.model_selection import cross_val_predict
 
 from crosstune.errors import DataError
-from crosstune.suspects import (
+from crosstune.results.suspects import (
     conflict_suspects,
     join_suspects,
     label_suspects,

@@ -10,10 +10,10 @@ from scipy.stats import chisquare
 
 from crosstune.data.questions import pick_examples
 from crosstune.errors import RecipeError
-from crosstune.options import list_options
-from crosstune.recipe import Recipe
-from crosstune.search import open_search
-from crosstune.sweep import Sweep, Trial, expand, read_sweep, share_of_rows
+from crosstune.recipe.options import list_options
+from crosstune.recipe.recipe import Recipe
+from crosstune.sweep.search import open_search
+from crosstune.sweep.sweep import Sweep, Trial, expand, read_sweep, share_of_rows
 
 
 def recipe(**sweep):

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from crosstune import ranking_table, score_table
-from crosstune.ranking_table import show_ranking
-from crosstune.score_table import show_scores
+from crosstune.report.ranking_table import show_ranking
+from crosstune.report.score_table import show_scores
 
 FOLD = {"fold": 0, "rows": 16, "tokens": 318, "base_loss": 5.94221, "loss": 5.89071, "perplexity": 361.643, "token_accuracy": 0.02201}  # fmt: skip
 TRIAL = {

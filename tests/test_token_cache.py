@@ -8,7 +8,7 @@ import pytest
 from crosstune.data.encode import Encoder
 from crosstune.data.load import load_rows
 from crosstune.data.tokenizer import load_tokenizer
-from crosstune.sections import Data, Model
+from crosstune.recipe.sections import Data, Model
 from tests.encoding import (
     EOT_ID,
     OPEN_ID,

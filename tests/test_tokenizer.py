@@ -11,7 +11,7 @@ from crosstune.data.encode import Encoder
 from crosstune.data.render import Span
 from crosstune.data.tokenizer import load_tokenizer, ready_tokenizer
 from crosstune.errors import ModelError
-from crosstune.sections import Model
+from crosstune.recipe.sections import Model
 from tests.encoding import (
     BOS_ID,
     EOS_ID,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from crosstune.data.load import leave_out, load_rows
 from crosstune.data.tokens import tokenize
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 from tests.encoding import (
     BOS_ID,
     CLOSE_ID,

@@ -14,7 +14,7 @@ from sklearn.model_selection import KFold
 import crosstune
 from crosstune import cli
 from crosstune.progress import Quiet
-from crosstune.recipe import Recipe, parse_yaml
+from crosstune.recipe.recipe import Recipe, parse_yaml
 
 WORDS = ["salt", "water", "stone", "river", "light", "morning", "bread", "table", "window", "garden", "winter", "apple"]
 DOC = Path(__file__).parent.parent / "docs" / "from-a-trl-loop.md"

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from bench.shapes import SHAPES, text_rows, tokenizer
-from crosstune.asked import gather
 from crosstune.data.batches import lane_seed, unit_order
 from crosstune.data.tokens import Tokens
 from crosstune.inputs import judge, read_asked_rows
 from crosstune.model.attach import PEFT_PREFIX, LaneSpec, Site, _initial_a
 from crosstune.progress import Quiet
-from crosstune.sections import Lora
-from crosstune.splits import Fold, split_rows
+from crosstune.recipe.asked import gather
+from crosstune.recipe.sections import Lora
+from crosstune.splits.splits import Fold, split_rows
 
 RANK, ALPHA, BATCH = 16, 32, 4
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

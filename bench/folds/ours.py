@@ -21,11 +21,11 @@ import ruamel.yaml  # noqa: F401
 import torch
 
 import crosstune
+import crosstune.record
 
 # Imported by the first call otherwise; the loops have imported their libraries before the clock runs.
-import crosstune.compare
-import crosstune.record
-import crosstune.review
+import crosstune.results.compare
+import crosstune.results.review
 import crosstune.workers.examine
 import crosstune.workers.local
 import crosstune.workers.schedule

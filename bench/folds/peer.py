@@ -16,7 +16,7 @@ import torch
 
 from bench.folds.job import Prepared, set_adapter
 from bench.folds.machine import card, emit, now, peaks, start_peak, versions
-from crosstune.splits import Fold
+from crosstune.splits.splits import Fold
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from bench.folds.job import ALPHA, BATCH, RANK, TARGETS, Prepared
 from bench.folds.machine import device
 from bench.folds.peer import Counted, Peer, to_device
-from crosstune.splits import Fold
+from crosstune.splits.splits import Fold
 
 Batch = dict[str, torch.Tensor]
 

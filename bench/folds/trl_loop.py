@@ -19,7 +19,7 @@ from bench.folds.job import ALPHA, BATCH, RANK, TARGETS, Prepared
 from bench.folds.machine import device
 from bench.folds.peer import Counted, Peer
 from bench.shapes import tokenizer
-from crosstune.splits import Fold
+from crosstune.splits.splits import Fold
 
 warnings.filterwarnings("ignore")
 logging.getLogger("accelerate").setLevel(logging.ERROR)

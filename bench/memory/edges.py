@@ -23,7 +23,7 @@ from crosstune.memory.plan import plan_memory
 from crosstune.memory.shape import ModelShape
 from crosstune.model.base import Base
 from crosstune.model.device import machine_of
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 from crosstune.train.drill import go_through
 from crosstune.train.rehearse import rehearse, settle
 

@@ -21,7 +21,7 @@ from crosstune.data.shapes import ShapeReader
 from crosstune.data.table_file import without_nulls
 from crosstune.data.turns import ROLES
 from crosstune.errors import DataError, Finding, MissingExtra, Place
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 __all__ = [
     "ROLES",

@@ -17,7 +17,7 @@ from crosstune.data.render import Renderer
 from crosstune.data.rows import Row, Rows
 from crosstune.data.tokens import Encoder, Tokens
 from crosstune.errors import DataError
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from crosstune.data.control import MARK, MARKED, map_strings, special_pattern
 from crosstune.data.rows import Row, Turn
 from crosstune.data.template import ChatTemplate, RowError, settings_of
 from crosstune.errors import DataError, Finding
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

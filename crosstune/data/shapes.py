@@ -15,7 +15,7 @@ from crosstune.data.one_object import refuse_one_object
 from crosstune.data.rows import NOTHING, Row, Shape, Turn, unknown_column
 from crosstune.data.turns import Fault, kind_of, missing, read_turn, surrogate_path
 from crosstune.errors import DataError, Finding, Place
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 Record = dict[str, Any]
 CONVERSATIONS = ("messages", "conversations", "conversation")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from crosstune.data.rows import Rows
 from crosstune.data.template import DATE
 from crosstune.errors import DataError, Finding, Place
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

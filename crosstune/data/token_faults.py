@@ -11,7 +11,7 @@ from crosstune.data.render import Renderer
 from crosstune.data.rows import Row
 from crosstune.data.template import RowError
 from crosstune.errors import Finding, Place
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 _ROWS_SAID = 20
 # Keys of a turn that hold something to be learned or answered to; others (name, id, weight) say something about it.

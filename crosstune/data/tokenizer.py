@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from crosstune.data.gguf_once import parsed_once
 from crosstune.data.template import ChatTemplate
 from crosstune.errors import Finding, MissingExtra, ModelError, first_line
-from crosstune.sections import Model
+from crosstune.recipe.sections import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

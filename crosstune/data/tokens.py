@@ -22,7 +22,7 @@ from crosstune.data.token_cache import fingerprint_of, read_cache, write_cache
 from crosstune.data.token_faults import TokenFaults, limit_findings
 from crosstune.data.tokenizer import find_stop_ids, load_tokenizer, ready_tokenizer
 from crosstune.errors import Finding
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ from crosstune.export.card import model_card, public_facts, public_name, version
 from crosstune.export.folder import new_folder, sha256, write_checksums
 from crosstune.export.serve import serve_section, write_modelfile
 from crosstune.export.weights import write_tensors
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 from crosstune.store.files import guard, make_folder, sync
 from crosstune.store.secrets import redact, redact_tree
 

@@ -40,7 +40,7 @@ from crosstune.export.saved import (
 from crosstune.export.verify import quiet_products
 from crosstune.model.base import hub_arguments, load_base
 from crosstune.model.device import named_device
-from crosstune.sections import Data, Model
+from crosstune.recipe.sections import Data, Model
 from crosstune.train.generate import Sampling
 
 BASE = "base"  # among the sources: the base of the first adapter, without any

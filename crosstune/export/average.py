@@ -31,7 +31,7 @@ from crosstune.export.saved import (
     recorded_checksums,
 )
 from crosstune.model.base import hub_arguments
-from crosstune.sections import Lora, Model
+from crosstune.recipe.sections import Lora, Model
 
 Adapter = tuple[Lora, Mapping[str, Tensor]]
 

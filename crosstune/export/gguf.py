@@ -28,7 +28,7 @@ from crosstune.export.gguf_tokens import CONVERTER, add_tokenizer
 from crosstune.export.saved import SavedAdapter, adapter_config, adapter_folder, model_config, read_adapter
 from crosstune.export.weights import BaseWeights, find_weights
 from crosstune.model.base import hub_arguments
-from crosstune.sections import Model
+from crosstune.recipe.sections import Model
 from crosstune.store.files import write_file
 
 try:

@@ -15,7 +15,7 @@ from crosstune.errors import MissingExtra
 from crosstune.export.merger import MOST_SHARD_BYTES
 from crosstune.export.verify import quiet_loading
 from crosstune.model.base import DTYPES, load_base
-from crosstune.sections import Model
+from crosstune.recipe.sections import Model
 from crosstune.store.files import guard
 
 Quantization = Literal["none", "nf4", "int8"]

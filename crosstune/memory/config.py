@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from crosstune.errors import ModelError
-from crosstune.sections import Model
+from crosstune.recipe.sections import Model
 
 # GGUF value types (github.com/ggml-org/ggml/blob/master/docs/gguf.md): struct formats of the plain ones
 _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -26,9 +26,9 @@ from crosstune.memory.spare import use_spare
 from crosstune.memory.visible import best_gpu, visible_gpus
 from crosstune.memory.ways import Way, ways_to_fit
 from crosstune.memory.widths import Job, Plan, make_plan
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.yaml_text import write_text
 from crosstune.units import bytes_words, count_words, seconds_words
-from crosstune.yaml_text import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -249,7 +249,7 @@ def _lengths_of(recipe: Recipe, shape: ModelShape, notes: list[str]) -> tuple[ND
         from crosstune.data.load import load_rows
         from crosstune.data.tokenizer import ready_tokenizer
         from crosstune.data.tokens import tokenize
-        from crosstune.splits import split_rows
+        from crosstune.splits.splits import split_rows
 
         rows = load_rows(recipe.data.path, recipe.data)
         if not len(rows):
@@ -272,7 +272,7 @@ def _trials_of(recipe: Recipe) -> tuple[int, list[int]]:
     """(number of trials, ranks that occur)."""
     if not recipe.sweep:
         return 1, [recipe.lora.rank]
-    from crosstune.sweep import expand
+    from crosstune.sweep.sweep import expand
 
     trials = expand(recipe)
     return len(trials), sorted({trial.recipe.lora.rank for trial in trials})

@@ -20,7 +20,7 @@ from crosstune.memory.speed import counts_near
 from crosstune.memory.ways import ways_to_fit
 from crosstune.memory.widths import Job, make_plan
 from crosstune.memory.widths import Plan as Plan  # also offered here
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 from crosstune.units import bytes_words
 
 # A pass of this many tokens keeps a CPU's cores busy; wider ones take memory and, since their rows differ more in

@@ -31,7 +31,7 @@ from crosstune.model.lanes import ALIGNED, Lanes, groups_products
 from crosstune.model.lora import Adapters, LaneLinear, Pass
 from crosstune.model.shards import Shard, Site, lay_out, put, whole
 from crosstune.model.targets import linear_sizes
-from crosstune.sections import Lora
+from crosstune.recipe.sections import Lora
 
 PEFT_PREFIX = "base_model.model."
 DRAWERS = min(16, os.cpu_count() or 1)  # threads that draw initial values, each layer's from its own generator

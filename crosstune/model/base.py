@@ -27,7 +27,7 @@ from crosstune.model.attention import attention_name
 from crosstune.model.decoder import FusedDecoder
 from crosstune.model.packed import Rows, can_pack
 from crosstune.model.spread import Spread, device_map, empty_model, loading_map, make_current
-from crosstune.sections import Model
+from crosstune.recipe.sections import Model
 
 # At import, bitsandbytes 0.50 advises CPU users to install a kernel package for 4-bit inference; we train.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

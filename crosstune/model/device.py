@@ -22,7 +22,7 @@ from crosstune.errors import DeviceError
 from crosstune.memory.gpus import Machine, free_ram_bytes, rates_of, this_cpu
 from crosstune.memory.layout import Devices
 from crosstune.memory.precision import Choice, attention_kernel, choose_precision
-from crosstune.sections import Device
+from crosstune.recipe.sections import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from crosstune.errors import RunError
-from crosstune.recipe import Recipe, dump_yaml
+from crosstune.recipe.recipe import Recipe, dump_yaml
 from crosstune.store.files import guard, sweep_parts, write_file
 from crosstune.store.journal import Event, Journal
 from crosstune.store.lock import FolderLock

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.errors import RunError
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 from crosstune.store.secrets import MASK, redact_tree
 
 

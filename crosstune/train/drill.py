@@ -20,7 +20,7 @@ from crosstune.memory.estimate import Settings
 from crosstune.model.attach import Slots, attached
 from crosstune.model.base import Base
 from crosstune.model.targets import resolve_targets
-from crosstune.sections import Evaluate, Lora, Train
+from crosstune.recipe.sections import Evaluate, Lora, Train
 from crosstune.train import step as training
 from crosstune.train.cutting import Cutting
 from crosstune.train.graph import Passes

@@ -24,10 +24,10 @@ from crosstune.data.questions import (
 from crosstune.data.rows import Rows
 from crosstune.data.tokens import Tokens, tokenize
 from crosstune.errors import RecipeError
-from crosstune.fold_units import Fold
 from crosstune.metrics import Metric, find_metrics
 from crosstune.model.base import Base
-from crosstune.sections import Data, Evaluate
+from crosstune.recipe.sections import Data, Evaluate
+from crosstune.splits.fold_units import Fold
 from crosstune.train.choice import score_labels
 from crosstune.train.generate import Prompt, Sampling, generate_lanes, longest_answer
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from crosstune.data.batches import Unit, lane_seed, pack_rows, steps_an_epoch, unit_order, units_of_step
 from crosstune.data.tokens import Tokens
 from crosstune.model.attach import LaneSpec
-from crosstune.sections import Evaluate, Lora, Train
+from crosstune.recipe.sections import Evaluate, Lora, Train
 
 
 class Status(str, Enum):

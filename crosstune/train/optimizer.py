@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from crosstune.model.attach import Slots
 from crosstune.model.shards import Shard
-from crosstune.sections import Train
+from crosstune.recipe.sections import Train
 
 # Loss scaling for fp16, as torch.amp.GradScaler's defaults: start, growth after so many good steps, halving.
 FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 2000

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from crosstune.model.attach import Slots
-from crosstune.sections import Train
+from crosstune.recipe.sections import Train
 from crosstune.train.optimizer import Judged, LaneAdamW
 
 

@@ -124,7 +124,7 @@ def generate(
     with only_results_on_stdout():
         from crosstune.data.load import load_rows
         from crosstune.export.answer import generate
-        from crosstune.sections import Data
+        from crosstune.recipe.sections import Data
         from crosstune.train.generate import Sampling
 
         asked = list(prompts) if rows is None else load_rows(rows, Data(path=rows))

@@ -113,8 +113,8 @@ def compare(runs: tuple[str, ...], metric: str | None, as_json: bool) -> None:
 
     And say what may be concluded.
     """
-    from crosstune.ranking_table import show_ranking
-    from crosstune.result import Result
+    from crosstune.report.ranking_table import show_ranking
+    from crosstune.results.result import Result
 
     ranking = Result.read(runs[0]).compare(*runs[1:], metric=metric)
     if as_json:
@@ -133,7 +133,7 @@ def report(run: str, out: str | None, as_json: bool) -> None:
 
     With its scores, curves, hardest rows and recipe; it needs nothing else to be shown.
     """
-    from crosstune.report import write_report
+    from crosstune.report.report import write_report
 
     page = write_report(run, out)
     say(page, {"page": str(page)}, as_json)

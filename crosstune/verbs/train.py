@@ -20,7 +20,7 @@ from crosstune.verbs.words import (
 )
 
 if TYPE_CHECKING:
-    from crosstune.recipe import Recipe
+    from crosstune.recipe.recipe import Recipe
 
 
 @click.command(cls=RecipeCommand)
@@ -84,7 +84,7 @@ def fit(
     With a RUN's winning settings, ended at the epoch that its folds found best, or with a RECIPE as it stands. Several
     recipes that share base and rows are trained side by side, one adapter each.
     """
-    from crosstune.fitting import fit
+    from crosstune.fitting.fit import fit
 
     changes = tuple(word for word in sources[1:] if "=" in word and not Path(word).exists())
     recipes = [word for word in sources if word not in changes]
@@ -124,7 +124,7 @@ def cross_validate(read_recipe: Callable[[], Recipe], as_json: bool, **how: bool
     if as_json:
         click.echo(json.dumps(report))
     else:
-        from crosstune.score_table import show_scores
+        from crosstune.report.score_table import show_scores
 
         show_scores(report)
     return EXIT_LANE_FAILED if report["failed"] else 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from crosstune.recipe import Recipe
+    from crosstune.recipe.recipe import Recipe
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line of stdout.")
 out_option = click.option("--out", metavar="DIR", help="The run folder (the recipe's output, if given).")
@@ -22,7 +22,7 @@ class RecipeCommand(click.Command):
     """A command whose help ends with every option of a recipe, read from where each is described."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from crosstune.recipe import options
+        from crosstune.recipe.recipe import options
 
         with formatter.section("Recipe (also as KEY=VALUE)"):
             formatter.write_dl(
@@ -34,7 +34,7 @@ class RecipeCommand(click.Command):
 
 def load_recipe(path: str, changes: Sequence[str], out: str | None = None) -> Recipe:
     """The recipe of a file with changes; `out` is taken as it is, whatever characters it has."""
-    from crosstune.recipe import Recipe
+    from crosstune.recipe.recipe import Recipe
 
     recipe = Recipe.load(path, changes)
     return recipe.model_copy(update={"output": out}) if out else recipe

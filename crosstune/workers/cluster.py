@@ -10,7 +10,7 @@ import ray
 
 from crosstune.errors import DeviceError
 from crosstune.memory.gpus import free_ram_bytes
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 
 STORE_BYTES = 8 << 30  # of Ray's object store: beyond it Ray uses the disk
 

@@ -19,7 +19,7 @@ from crosstune.errors import RecipeError
 from crosstune.model.attach import attached
 from crosstune.model.base import Base
 from crosstune.progress import Progress, stage
-from crosstune.scores import known
+from crosstune.results.scores import known
 from crosstune.store.run import Run
 from crosstune.train.evaluate import score_base
 from crosstune.train.exam import Exam, Marks

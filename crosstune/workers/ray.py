@@ -25,7 +25,7 @@ from crosstune.interrupt import Interrupts
 from crosstune.memory.plan import Plan
 from crosstune.memory.visible import show_gpus
 from crosstune.progress import Progress, stage
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import GivenUp, LanesOver, Report
 from crosstune.train.fault import WaveFault, reason_of

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from crosstune.metrics import find_metric
-from crosstune.scores import fold_scores, read_score
-from crosstune.search import Search, mean_score
+from crosstune.results.scores import fold_scores, read_score
 from crosstune.store.run import Run
 from crosstune.store.state import Lane, earlier_seconds
-from crosstune.sweep import Trial
+from crosstune.sweep.search import Search, mean_score
+from crosstune.sweep.sweep import Trial
 from crosstune.train.events import Event, LaneEvaluated, LaneFinished, LaneRetired, Report
 from crosstune.train.lane import LaneJob
 from crosstune.workers.waves import cut_waves, key

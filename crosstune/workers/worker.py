@@ -23,7 +23,7 @@ from crosstune.store.files import write_file
 if TYPE_CHECKING:
     from crosstune.data.tokens import Tokens
     from crosstune.memory.plan import Plan
-    from crosstune.sections import Device, Model
+    from crosstune.recipe.sections import Device, Model
     from crosstune.store.state import Lane
     from crosstune.train.lane import LaneJob
 

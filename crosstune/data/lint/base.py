@@ -11,7 +11,7 @@ from crosstune.data.lint.catalogue import FAULTS
 from crosstune.data.lint.embedding import Embedding, find_embedding, model_folder
 from crosstune.errors import Finding, ModelError, Place
 from crosstune.memory.shape import ModelShape
-from crosstune.sections import Model
+from crosstune.recipe.sections import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

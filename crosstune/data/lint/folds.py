@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from crosstune.data.lint.catalogue import FAULTS
 from crosstune.data.load import Rows
 from crosstune.errors import DataError, Finding, Place, Refused
-from crosstune.sections import Folds
-from crosstune.splits import Fold, check_folds, find_leaks, split_rows
+from crosstune.recipe.sections import Folds
+from crosstune.splits.splits import Fold, check_folds, find_leaks, split_rows
 
 # Folds of a random split over rows of like length stay well within a factor of two of one another.
 UNEQUAL = 2.0

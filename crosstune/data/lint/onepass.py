@@ -32,10 +32,10 @@ from crosstune.data.tokenizer import NO_LIMIT, ReadyTokenizer, choose_pad, find_
 from crosstune.errors import DataError, Finding, ModelError, Place
 from crosstune.memory.shape import ModelShape
 from crosstune.progress import Progress, Quiet, stage
-from crosstune.recipe import Recipe
-from crosstune.sections import Data, Model
-from crosstune.splits import Fold
-from crosstune.suspects import read_row_numbers
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Data, Model
+from crosstune.results.suspects import read_row_numbers
+from crosstune.splits.splits import Fold
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,7 +145,7 @@ def _about_settings(recipe: Recipe, rows: Rows | None, folds: Sequence[Fold], lo
 def _trials(recipe: Recipe) -> list[Recipe]:
     if not recipe.sweep:
         return [recipe]
-    from crosstune.sweep import trials_to_plan  # brings scikit-learn, a second of start-up
+    from crosstune.sweep.sweep import trials_to_plan  # brings scikit-learn, a second of start-up
 
     return [trial.recipe for trial in trials_to_plan(recipe)]
 

@@ -16,7 +16,7 @@ from crosstune.data.lint.text import TEXT_CHECKS, Parts, check_empty_prompt, che
 from crosstune.data.lint.turns import check_turns
 from crosstune.data.load import Row
 from crosstune.errors import Finding
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 
 class RowPass:

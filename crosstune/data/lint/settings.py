@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from crosstune.data.lint.catalogue import FAULTS
 from crosstune.errors import Finding, Place
 from crosstune.memory.shape import ModelShape
-from crosstune.recipe import Recipe
+from crosstune.recipe.recipe import Recipe
 
 # Published settings and a factor of two to spare: alpha / rank from QLoRA's 16/64 to "LoRA Without Regret"'s 32/1.
 SCALES = (1 / 8, 64.0)

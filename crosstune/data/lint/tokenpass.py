@@ -19,7 +19,7 @@ from crosstune.data.template import RowError
 from crosstune.data.token_faults import TokenFaults, limit_findings
 from crosstune.data.tokens import Encoder
 from crosstune.errors import Finding, ModelError, Place
-from crosstune.sections import Data
+from crosstune.recipe.sections import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

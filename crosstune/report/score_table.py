@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crosstune.table import show_tables
+from crosstune.report.table import show_tables
 from crosstune.units import bytes_words, seconds_words, setting_words
 
 COLUMNS = ("fold", "rows", "tokens", "base loss", "loss", "perplexity", "token acc.")

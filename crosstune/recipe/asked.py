@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from crosstune.errors import RecipeError
-from crosstune.mistakes import shown
-from crosstune.recipe import Recipe, open_shorthand, read_tree
+from crosstune.recipe.mistakes import shown
+from crosstune.recipe.recipe import Recipe, open_shorthand, read_tree
 
 
 @runtime_checkable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crosstune.score_table import number
-from crosstune.table import show_tables
+from crosstune.report.score_table import number
+from crosstune.report.table import show_tables
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.compare import Entry, Ranking, rank_trials
 from crosstune.data.questions import answer_text, prompt_text
 from crosstune.data.rows import Rows
 from crosstune.errors import MissingExtra, RunError
 from crosstune.metrics import find_metric
-from crosstune.scores import (
+from crosstune.results.compare import Entry, Ranking, rank_trials
+from crosstune.results.scores import (
     ANSWERS,
     LOSSES,
     entries_of,
@@ -32,9 +32,7 @@ from crosstune.scores import (
     right_and_chances,
     settings_of,
 )
-from crosstune.stats import EpochChoice, LearningCurve, choose_epoch, fit_learning_curve
-from crosstune.store.run import Run
-from crosstune.suspects import (
+from crosstune.results.suspects import (
     Suspect,
     conflict_suspects,
     join_suspects,
@@ -43,7 +41,9 @@ from crosstune.suspects import (
     read_suspects,
     write_suspects,
 )
-from crosstune.sweep import SHARE
+from crosstune.stats import EpochChoice, LearningCurve, choose_epoch, fit_learning_curve
+from crosstune.store.run import Run
+from crosstune.sweep.sweep import SHARE
 
 FEWEST_ROWS = 20  # below that, medians of neighbours say nothing
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from crosstune.data.rows import Rows
 from crosstune.errors import DataError, Finding, Place, Refused
-from crosstune.fold_units import (
+from crosstune.recipe.sections import GROUP_KINDS, STRATIFIED_KINDS, Folds
+from crosstune.splits.fold_units import (
     NUMBERS_SAID,
     Fold,
     class_codes,
@@ -27,8 +28,7 @@ from crosstune.fold_units import (
     points_in_time,
     sets_of,
 )
-from crosstune.leaks import find_leaks
-from crosstune.sections import GROUP_KINDS, STRATIFIED_KINDS, Folds
+from crosstune.splits.leaks import find_leaks
 
 _GROUPED = {"kfold": "group", "stratified": "stratified-group", "leave-one-out": "leave-one-group-out"}
 __all__ = ["Fold", "check_folds", "find_leaks", "fold_table", "split_rows"]

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from crosstune.axes import Axis, read_axis
 from crosstune.errors import RecipeError
 from crosstune.metrics import METRICS, find_metric
-from crosstune.mistakes import ALIASES
-from crosstune.recipe import Recipe, options
-from crosstune.sections import Float, Int, Section
+from crosstune.recipe.mistakes import ALIASES
+from crosstune.recipe.recipe import Recipe, options
+from crosstune.recipe.sections import Float, Int, Section
+from crosstune.sweep.axes import Axis, read_axis
 from crosstune.units import setting_words
 
 # The base and the rows are shared by all lanes of a wave, and trials are compared on the same folds.

@@ -18,12 +18,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from crosstune.errors import RecipeError
-from crosstune.mistakes import ALIASES as ALIASES  # also offered here
-from crosstune.mistakes import known_only, unknown_keys, wrong_values
-from crosstune.options import Option, list_options
-from crosstune.sections import Data, Device, Evaluate, Folds, Lint, Lora, Model, Section, Train
-from crosstune.yaml_text import dump_yaml, parse_yaml
-from crosstune.yaml_text import write_text as write_text  # also offered here
+from crosstune.recipe.mistakes import ALIASES as ALIASES  # also offered here
+from crosstune.recipe.mistakes import known_only, unknown_keys, wrong_values
+from crosstune.recipe.options import Option, list_options
+from crosstune.recipe.sections import Data, Device, Evaluate, Folds, Lint, Lora, Model, Section, Train
+from crosstune.recipe.yaml_text import dump_yaml, parse_yaml
+from crosstune.recipe.yaml_text import write_text as write_text  # also offered here
 
 _CHANGES_NO_RESULT: Any = {
     "output": True,

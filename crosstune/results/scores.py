@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.compare import Entry, Ranking, rank_trials
 from crosstune.errors import DataError
 from crosstune.metrics import Metric, find_metric, find_metrics
 from crosstune.metrics.choice import calibration, confusion
+from crosstune.results.compare import Entry, Ranking, rank_trials
 from crosstune.stats import Interval, fold_interval, ratio_interval, statistic_interval
 from crosstune.store.run import Run
 from crosstune.units import setting_words

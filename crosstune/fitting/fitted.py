@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.scores import held_out_share_of
+from crosstune.results.scores import held_out_share_of
 from crosstune.stats import Interval, fold_interval
 from crosstune.store.run import Run
-from crosstune.sweep import Trial
+from crosstune.sweep.sweep import Trial
 from crosstune.units import seconds_words
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crosstune.asked import Asked, gather
 from crosstune.errors import RecipeError, RunError
-from crosstune.fitted import Expected, expected_of
-from crosstune.recipe import Recipe
-from crosstune.result import Result
+from crosstune.fitting.fitted import Expected, expected_of
+from crosstune.recipe.asked import Asked, gather
+from crosstune.recipe.recipe import Recipe
+from crosstune.results.result import Result
 from crosstune.store.run import Run
-from crosstune.sweep import Trial, make_trial, read_sweep
+from crosstune.sweep.sweep import Trial, make_trial, read_sweep
 
 MAY_DIFFER = ("lora", "train")  # between recipes that are fitted together; the rest is shared by all lanes
 

@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from crosstune.data.tokens import Tokens
 from crosstune.export.adapter import TokenizerFiles, save_adapter
-from crosstune.fitted import Expected
-from crosstune.recipe import Recipe
+from crosstune.fitting.fitted import Expected
+from crosstune.recipe.recipe import Recipe
 from crosstune.record import record_memory, short
 from crosstune.store.run import Run
 from crosstune.store.writers import Writers
-from crosstune.sweep import Trial
+from crosstune.sweep.sweep import Trial
 from crosstune.train.events import Event, LaneFinished, LaneRetired, LanesOver
 from crosstune.train.fault import blamed
 from crosstune.train.lane import LaneJob, RowScores

@@ -16,19 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.asked import Asked, gather
 from crosstune.errors import LaneFailed, ModelError, RecipeError, RunError
-from crosstune.fit_task import Task, gather_run, task_of_recipes, task_of_run
-from crosstune.fitted import Fit, Fitted
+from crosstune.fitting.fitted import Fit, Fitted
+from crosstune.fitting.task import Task, gather_run, task_of_recipes, task_of_run
 from crosstune.inputs import Inputs, judge, read_asked_rows
 from crosstune.interrupt import Interrupts
 from crosstune.progress import Progress, choose_progress
-from crosstune.recipe import Recipe
+from crosstune.recipe.asked import Asked, gather
+from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Folds
 from crosstune.resources import checkpoints_of, end_recorded, make_plan, open_run, open_workers, random_state_kept
-from crosstune.sections import Folds
-from crosstune.splits import Fold, split_rows
+from crosstune.splits.splits import Fold, split_rows
 from crosstune.store.run import Run
-from crosstune.sweep import Trial, share_of_rows
+from crosstune.sweep.sweep import Trial, share_of_rows
 
 if TYPE_CHECKING:
     from crosstune.data.load import Rows
@@ -173,7 +173,7 @@ def _train(
 ) -> None:
     """Train the lanes that aren't over, and write each as it ends."""
     from crosstune.export.adapter import TokenizerFiles
-    from crosstune.fit_record import FitRecorder
+    from crosstune.fitting.record import FitRecorder
     from crosstune.store.writers import Writers
     from crosstune.train.evaluate import score_base
     from crosstune.workers.waves import waves_left

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from crosstune.data.rows import Rows, normal_key
 from crosstune.errors import Finding, Place
-from crosstune.fold_units import NUMBERS_SAID, Fold, hashable, listed
-from crosstune.sections import STRATIFIED_KINDS, Folds
+from crosstune.recipe.sections import STRATIFIED_KINDS, Folds
+from crosstune.splits.fold_units import NUMBERS_SAID, Fold, hashable, listed
 
 
 def find_leaks(rows: Rows, folds: Sequence[Fold], asked: Folds | None = None) -> list[Finding]:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from crosstune.options import section_of, type_words
+from crosstune.recipe.options import section_of, type_words
 
 MOST_SHOWN = 80  # characters of a wrong value
 

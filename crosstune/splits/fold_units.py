@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from crosstune.data.rows import Rows, normal_key
 from crosstune.errors import DataError
-from crosstune.sections import Folds
+from crosstune.recipe.sections import Folds
 
 NUMBERS_SAID = 20  # row numbers that a finding names
 

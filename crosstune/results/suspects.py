@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from crosstune.errors import DataError, MissingExtra
-from crosstune.recipe import write_text
+from crosstune.recipe.recipe import write_text
 
 Floats = NDArray[np.float64]
 # A robust z above 3.5 is an outlier (Iglewicz & Hoaglin, How to Detect and Handle Outliers, 1993, p. 13).

@@ -17,7 +17,7 @@ import numpy as np
 
 from crosstune.errors import MissingExtra
 from crosstune.stats import compare_folds
-from crosstune.sweep import Sweep
+from crosstune.sweep.sweep import Sweep
 
 if TYPE_CHECKING:
     import optuna

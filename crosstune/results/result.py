@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crosstune.errors import MissingExtra, RunError
-from crosstune.review import compare_runs, epoch_choice, learning_curve, read_review
-from crosstune.scores import (
+from crosstune.results.review import compare_runs, epoch_choice, learning_curve, read_review
+from crosstune.results.scores import (
     baselines,
     fold_scores,
     held_out_share_of,
@@ -31,9 +31,9 @@ from crosstune.store.run import Run
 if TYPE_CHECKING:
     import pandas
 
-    from crosstune.compare import Ranking
+    from crosstune.results.compare import Ranking
+    from crosstune.results.suspects import Suspect
     from crosstune.stats import EpochChoice, LearningCurve
-    from crosstune.suspects import Suspect
 
 FOLD_FIELDS = ("fold", "loss", "perplexity", "token_accuracy", "base_loss", "rows", "tokens")
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.axes import Axis
-from crosstune.pruning import FoldByFold, Halving, KeepAll, OptunaRule, Race, Rule, import_optuna, make_pruner
-from crosstune.recipe import Recipe
-from crosstune.sweep import Sweep, Trial, expand, make_trial, read_sweep
+from crosstune.recipe.recipe import Recipe
+from crosstune.sweep.axes import Axis
+from crosstune.sweep.pruning import FoldByFold, Halving, KeepAll, OptunaRule, Race, Rule, import_optuna, make_pruner
+from crosstune.sweep.sweep import Sweep, Trial, expand, make_trial, read_sweep
 
 OPTUNA_RULES = ("median", "percentile", "hyperband", "wilcoxon")
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from crosstune import __version__
-from crosstune.chart import interval_bars, loss_chart
 from crosstune.errors import RunError
-from crosstune.result import make_report
-from crosstune.review import learning_curve, read_review, say_learning_curve
+from crosstune.recipe.yaml_text import dump_yaml, write_text
+from crosstune.report.chart import interval_bars, loss_chart
+from crosstune.results.result import make_report
+from crosstune.results.review import learning_curve, read_review, say_learning_curve
 from crosstune.store.run import Run
 from crosstune.units import bytes_words, seconds_words, setting_words
-from crosstune.yaml_text import dump_yaml, write_text
 
 HARDEST_ROWS = 20
 MOST_SUSPECTS = 50
@@ -34,7 +34,7 @@ def report_page(run: Run) -> str:
     """The page's HTML."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    pages = Environment(loader=PackageLoader("crosstune", ""), autoescape=True, undefined=StrictUndefined)
+    pages = Environment(loader=PackageLoader("crosstune.report", ""), autoescape=True, undefined=StrictUndefined)
     pages.filters["number"] = lambda value, digits=4: "–" if value is None else f"{value:.{digits}f}"
     pages.filters["setting"] = setting_words
     pages.filters["signed"] = lambda value: f"{value:+.4f}"

@@ -1,0 +1,1 @@
+"""One adapter on all rows."""

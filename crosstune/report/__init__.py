@@ -1,0 +1,1 @@
+"""A run for people: one HTML page, tables for the terminal."""

@@ -1,0 +1,1 @@
+"""What was found, and what follows from it."""

@@ -1,0 +1,1 @@
+"""Rows to train on and rows held out."""

@@ -1,0 +1,1 @@
+"""Settings to try: which there are, which comes next, which is given up."""

@@ -30,13 +30,13 @@ def test_an_unknown_gpu_lists_the_known_ones():
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("16GiB", 16 * GIB), ("16 GB", 16 * GIB), ("500mib", 500 << 20), ("1.5T", 1536 * GIB), ("1024", 1024)],
+    [("16GiB", 16 * GIB), ("16 GB", 16 * GIB), ("500mib", 500 << 20), ("1.5T", 1536 * GIB), ("4194304", 4 << 20)],
 )
 def test_amounts_of_memory(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "0", "16 GiB free"])
+@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "0", "16 GiB free", "16"])
 def test_no_amount_of_memory(text):
     with pytest.raises(DeviceError, match="no amount of memory"):
         parse_bytes(text)

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from crosstune import ranking_table, score_table
+from crosstune.report import ranking_table, score_table
 from crosstune.report.ranking_table import show_ranking
 from crosstune.report.score_table import show_scores
 

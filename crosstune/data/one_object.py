@@ -7,6 +7,7 @@ from typing import Any
 
 from crosstune.errors import DataError
 
+SPEAKERS = {"role", "from"}  # a message's key, in either of its spellings
 ROWS_OF_PANDAS = "Write rows: frame.to_json('rows.jsonl', orient='records', lines=True)."
 
 
@@ -34,4 +35,9 @@ def _is_column(value: Any) -> bool:
 
 
 def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(isinstance(row, dict) for row in value)
+    """[object, …], of which none is a message: a row's own prompt may be a list of those."""
+    return (
+        isinstance(value, list)
+        and len(value) > 1
+        and all(isinstance(row, dict) and not SPEAKERS & row.keys() for row in value)
+    )

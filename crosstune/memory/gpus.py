@@ -100,9 +100,10 @@ def _plain_name(name: str) -> str:
 def parse_bytes(text: str) -> int:
     """'16GiB' or '16 GB' or '16g' → bytes. GB and GiB are both taken as binary: a "16 GB" card has 16 GiB or less."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
-    if match is None or float(match[1]) == 0:
+    amount = int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " ")) if match is not None else 0
+    if amount < MIB:  # a number of bytes is taken, a forgotten unit isn't
         raise DeviceError(f"{text!r} is no amount of memory", "Write it like 16GiB, 500MiB or 1.5TiB.")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
+    return amount
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 import crosstune
 from crosstune.errors import DeviceError
 from crosstune.interrupt import Interrupts
+from crosstune.model.attach import Slots
 from crosstune.progress import Quiet
 from crosstune.recipe.recipe import Recipe
 from crosstune.report.score_table import show_scores
@@ -171,6 +172,50 @@ def test_one_lane_that_does_not_fit_ends_the_run(base, monkeypatch):
     with pytest.raises(DeviceError, match="nothing left to make smaller") as error:
         train(base, monkeypatch, Room(0))
     assert "data.max_tokens" in error.value.fix
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_lanes_for_which_memory_does_not_do_are_set_up_in_parts(base, monkeypatch, lanes):
+    disturbed, whole = train(base, monkeypatch, Room(lanes, where="lane_adamw")), train(base, monkeypatch)
+    alike(disturbed, whole)
+    told = splits(disturbed)
+    assert [len(part) for part in told[0].parts] == [3, 2] and len(told) == (1 if lanes == 4 else 2)
+    assert {event.doing for event in told} == {"setting up a wave"}
+    assert (disturbed.wave.steps, disturbed.wave.tokens) == (whole.wave.steps, whole.wave.tokens)
+
+
+@pytest.mark.parametrize("end", [1, 4, 9])
+def test_a_run_that_is_killed_before_a_part_is_set_up_goes_on_there(base, monkeypatch, tmp_path, end):
+    undisturbed = train(base, monkeypatch, Room(2, where="lane_adamw"))
+    with pytest.raises(Stop):
+        train(base, monkeypatch, Room(2, where="lane_adamw"), tmp_path / "kept", EndsAt(end))
+    again = train(base, monkeypatch, Room(2, where="lane_adamw"), tmp_path / "kept")
+    for event in again.events:
+        if isinstance(event, LaneFinished):
+            assert same_adapter(undisturbed.lane(event.job.fold), event)
+            assert undisturbed.lane(event.job.fold).losses == event.losses
+    assert {event.job.fold for event in again.events if isinstance(event, LaneFinished)} >= {3, 4}
+
+
+def test_one_lane_that_cannot_be_set_up_ends_the_run_and_leaves_the_base_as_it_was(base, monkeypatch):
+    kinds = [type(module) for module in base.model.modules()]
+    with pytest.raises(DeviceError, match="out of memory in setting up a wave, of one lane") as error:
+        train(base, monkeypatch, Room(0, where="lane_adamw"))
+    assert "lora.rank" in error.value.fix
+    assert [type(module) for module in base.model.modules()] == kinds
+
+
+def test_a_wave_is_set_up_without_copies_of_the_base_where_they_do_not_fit(base, monkeypatch):
+    def keep_weights(slots, keep):
+        if keep:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+
+    monkeypatch.setattr(Slots, "keep_weights", keep_weights)
+    monkeypatch.setattr(FiveLanes, "thrifty", lambda self: replace(self, copies=False), raising=False)
+    disturbed, whole = train(base, monkeypatch, plan=FiveLanes(copies=True)), train(base, monkeypatch)
+    alike(disturbed, whole)
+    (told,) = (event for event in disturbed.events if isinstance(event, PlanChanged))
+    assert told.doing == "setting up a wave" and told.after == replace(told.before, copies=False)
 
 
 def test_packed_parts_hold_each_lane_once(base):

@@ -284,8 +284,8 @@ def attached(
     """Slots for these lanes, in the base while the block runs; afterwards the base is as it was."""
     with torch.no_grad():
         slots = Slots(base, specs, among)
-    slots.put_in(checkpointed_layers)
     try:
+        slots.put_in(checkpointed_layers)
         yield slots
     finally:
         slots.take_out()

@@ -98,6 +98,17 @@ def smaller_plan(plan: Plan, doing: str, *, evaluating: bool, lanes: int | None 
     return smaller
 
 
+def smaller_set_up(plan: Plan, doing: str) -> Plan:
+    """The plan without copies of the base, all that a wave's setting up can do without. Raises DeviceError after it."""
+    if plan.copies and (smaller := plan.thrifty()) is not None:
+        return smaller
+    raise DeviceError(
+        f"out of memory in {doing}, of one lane: {plan}",
+        "Lower lora.rank, choose fewer lora.targets, set model.quantization: nf4, or free memory that other programs "
+        "hold; what was finished is kept.",
+    )
+
+
 def next_smaller(plan: Plan, *, evaluating: bool) -> Plan | None:
     """The next smaller plan for the same lanes, if there is one."""
     return plan.smaller_evaluation() if evaluating else plan.smaller()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from crosstune.data.tokens import Tokens
 from crosstune.memory.plan import Plan
@@ -20,7 +21,8 @@ from crosstune.train.events import (
 )
 from crosstune.train.fault import blamed
 from crosstune.train.lane import Lane, LaneJob, Status
-from crosstune.train.split import PartCheckpoints, Shared, Split, halves, join, lane_names, parts_of
+from crosstune.train.recover import PlanChanged, WaveSplit, smaller_set_up, survive
+from crosstune.train.split import PartCheckpoints, Shared, Split, halves, join, lane_names, parts_of, unbegun
 from crosstune.train.wave import Wave
 
 
@@ -80,11 +82,10 @@ def _run(shared: Shared, jobs: Sequence[LaneJob], plan: Plan, checkpoints: Check
 def _run_together(
     shared: Shared, jobs: Sequence[LaneJob], plan: Plan, checkpoints: Checkpoints, packed: Packed | None
 ) -> tuple[int, int, Plan]:
-    specs, progress = [job.spec for job in jobs], shared.progress
-    count = plan.checkpointed_layers
-    with attached(shared.base, specs, checkpointed_layers=count, among=shared.among) as slots:
-        lanes = [_start(job, shared.tokens, shared.report) for job in jobs]
-        wave = Wave(slots, lanes, plan, shared, checkpoints, packed)
+    progress = shared.progress
+    lanes = [_start(job, shared.tokens, shared.report) for job in jobs]
+    with ExitStack() as attached_lanes:
+        wave = _set_up(attached_lanes, shared, lanes, plan, checkpoints, packed)
         with stage(progress, "train", max(lane.last_step for lane in wave.lanes)):
             progress.advance(wave.standing.steps)
             with checkpoints.interrupts.waiting_for_a_step():
@@ -98,6 +99,39 @@ def _run_together(
         if isinstance(checkpoints, PartCheckpoints):  # the other parts' checkpoints say that this one is over
             checkpoints.parts[checkpoints.at] = wave.pack()
         return wave.standing.steps, wave.standing.trained, wave.room.plan
+
+
+def _set_up(
+    kept: ExitStack, shared: Shared, lanes: list[Lane], plan: Plan, checkpoints: Checkpoints, packed: Packed | None
+) -> Wave:
+    """The lanes on the base, until `kept` is closed. Where memory runs out, without copies of the base, or in halves.
+
+    Nothing else would be smaller: passes haven't begun.
+    """
+    jobs, doing = tuple(lane.job for lane in lanes), "setting up a wave"
+
+    def set_up() -> Wave:
+        with ExitStack() as trying:
+            specs = [job.spec for job in jobs]
+            how = attached(shared.base, specs, checkpointed_layers=plan.checkpointed_layers, among=shared.among)
+            wave = Wave(trying.enter_context(how), lanes, plan, shared, checkpoints, packed)
+            kept.push(trying.pop_all())
+        return wave
+
+    def shrink(message: str) -> None:
+        nonlocal plan
+        state = packed or unbegun([job.name for job in jobs])
+        step = state[1]["step"]
+        if plan.copies or len(jobs) == 1:
+            before, plan = plan, smaller_set_up(plan, doing)
+            shared.report(PlanChanged(jobs, step, doing, message, before, plan))
+            return
+        named = {job.name: job for job in jobs}
+        parts = tuple(tuple(named[name] for name in lane_names(part)) for part in halves(state))
+        shared.report(WaveSplit(jobs, step, doing, message, parts))
+        raise Split(state, plan)
+
+    return survive(set_up, shrink, shared.base.device)
 
 
 def _start(job: LaneJob, tokens: Tokens, report: Report) -> Lane:

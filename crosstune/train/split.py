@@ -42,6 +42,11 @@ class Split(BaseException):
         self.packed, self.plan = packed, plan
 
 
+def unbegun(names: Sequence[str]) -> Packed:
+    """A packed wave of lanes that are still to be set up."""
+    return {}, {"step": 0, "trained": 0, "due": [], "lanes": [{"name": name} for name in names], "begun": False}
+
+
 def halves(packed: Packed) -> list[Packed]:
     """A packed wave (train/state.py) of two lanes or more as two. Tokens trained so far are counted in the first."""
     lanes = len(packed[1]["lanes"])
@@ -84,8 +89,9 @@ class PartCheckpoints(Checkpoints):
         self.folder, self.interrupts = whole.folder, whole.interrupts
 
     def load(self) -> Any:
-        """The part's own state, in which it was left."""
-        return self.parts[self.at]
+        """The part's own state, in which it was left; None if it wasn't begun."""
+        part = self.parts[self.at]
+        return part if part[1].get("begun", True) else None
 
     def is_due(self, step: int, epoch_ended: bool) -> bool:
         """By the steps of all parts."""

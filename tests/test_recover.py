@@ -22,7 +22,7 @@ from crosstune.train import step as step_module
 from crosstune.train import wave as wave_module
 from crosstune.train.fault import WaveFault
 from crosstune.train.optimizer import LaneAdamW
-from crosstune.train.recover import LeakWatch, PlanChanged, is_out_of_memory, smaller_plan
+from crosstune.train.recover import LeakWatch, PlanChanged, is_out_of_memory, smaller_plan, told_of_memory
 from crosstune.train.run_wave import run_wave
 from tests.lanes import Outcome, PlanOf, Shrinking, fold_job, fp32_base, random_tokens, same_adapter
 
@@ -230,6 +230,15 @@ def test_after_an_error_the_next_wave_runs_as_if_nothing_had_been(base, monkeypa
 )
 def test_what_counts_as_out_of_memory(error, is_so):
     assert is_out_of_memory(error) == is_so
+
+
+def test_memory_that_runs_out_for_good_is_an_error_with_its_fix_and_holds_no_tensor():
+    with pytest.raises(DeviceError, match="out of memory: CUDA out of memory") as error, told_of_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+    assert "device.lanes" in error.value.fix
+    assert error.value.__context__ is None and error.value.__cause__ is None
+    with pytest.raises(RuntimeError, match="shape mismatch"), told_of_memory():
+        raise RuntimeError("shape mismatch")
 
 
 def test_other_errors_are_not_swallowed(base, monkeypatch):

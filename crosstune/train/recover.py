@@ -6,7 +6,8 @@ that the update needs, and `apply` then works in place, where nothing is allocat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -66,6 +67,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
+@contextmanager
+def told_of_memory() -> Iterator[None]:
+    """Out of memory where nothing can be made smaller (loading, a checkpoint's copy), as DeviceError."""
+    try:
+        yield
+        return
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = _first_words(error)
+    raise DeviceError(  # outside of the handler: the error's traceback holds the tensors
+        f"out of memory: {message}",
+        "Lower device.lanes or lora.rank, set model.quantization: nf4, or free memory that other programs hold; what was "
+        "finished is kept.",
+    )
+
+
 def survive(action: Callable[[], Result], shrink: Callable[[str], None], device: torch.device) -> Result:
     """`action()`, and again after `shrink(message)` as often as memory runs out. `shrink` raises if nothing is left."""
     while True:
@@ -74,10 +92,14 @@ def survive(action: Callable[[], Result], shrink: Callable[[str], None], device:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            message = str(error).strip().split("\n")[0][:300] or type(error).__name__
+            message = _first_words(error)
         # Outside of the handler: the error's traceback holds the frames, and they hold the tensors.
         release(device)
         shrink(message)
+
+
+def _first_words(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
 def smaller_plan(plan: Plan, doing: str, *, evaluating: bool, lanes: int | None = None) -> Plan:

@@ -17,7 +17,7 @@ from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import Event, GivenUp, Report
 from crosstune.train.fault import WaveFault
 from crosstune.train.lane import LaneJob
-from crosstune.train.recover import LeakWatch, PlanChanged, WaveSplit, compare_peak
+from crosstune.train.recover import LeakWatch, PlanChanged, WaveSplit, compare_peak, told_of_memory
 from crosstune.train.run_wave import run_wave
 from crosstune.workers.waves import fail_wave
 
@@ -92,10 +92,11 @@ class LocalWorkers:
         self._layout = plan.layout
 
     def apply(self, function: Callable[..., Any], *args: Any, tick: Callable[[int], None] | None = None) -> Any:
-        """`function(base, *args)`; `tick` is handed on if given."""
-        if self._base is None:
-            self._base = self._load_base(self._place, self._layout)
-        return function(self._base, *args, **({} if tick is None else {"tick": tick}))
+        """`function(base, *args)`; `tick` is handed on if given. Raises DeviceError where memory runs out for good."""
+        with told_of_memory():
+            if self._base is None:
+                self._base = self._load_base(self._place, self._layout)
+            return function(self._base, *args, **({} if tick is None else {"tick": tick}))
 
     def run_waves(
         self,

@@ -233,12 +233,15 @@ def test_what_counts_as_out_of_memory(error, is_so):
 
 
 def test_memory_that_runs_out_for_good_is_an_error_with_its_fix_and_holds_no_tensor():
-    with pytest.raises(DeviceError, match="out of memory: CUDA out of memory") as error, told_of_memory():
-        raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+    def fail(error):
+        raise error
+
+    with pytest.raises(DeviceError, match="out of memory: CUDA out of memory") as error:
+        told_of_memory(lambda: fail(torch.OutOfMemoryError("CUDA out of memory. (injected)")))
     assert "device.lanes" in error.value.fix
     assert error.value.__context__ is None and error.value.__cause__ is None
-    with pytest.raises(RuntimeError, match="shape mismatch"), told_of_memory():
-        raise RuntimeError("shape mismatch")
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        told_of_memory(lambda: fail(RuntimeError("shape mismatch")))
 
 
 def test_other_errors_are_not_swallowed(base, monkeypatch):

@@ -6,8 +6,7 @@ that the update needs, and `apply` then works in place, where nothing is allocat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,20 +66,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
-@contextmanager
-def told_of_memory() -> Iterator[None]:
-    """Out of memory where nothing can be made smaller (loading, a checkpoint's copy), as DeviceError."""
+def told_of_memory(action: Callable[[], Result]) -> Result:
+    """`action()`. Raises DeviceError where memory runs out and nothing can be made smaller: loading, a checkpoint."""
     try:
-        yield
-        return
+        return action()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         message = _first_words(error)
     raise DeviceError(  # outside of the handler: the error's traceback holds the tensors
         f"out of memory: {message}",
-        "Lower device.lanes or lora.rank, set model.quantization: nf4, or free memory that other programs hold; what was "
-        "finished is kept.",
+        "Lower device.lanes or lora.rank, set model.quantization: nf4, or free memory that other programs hold; "
+        "what was finished is kept.",
     )
 
 

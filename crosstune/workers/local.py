@@ -93,10 +93,13 @@ class LocalWorkers:
 
     def apply(self, function: Callable[..., Any], *args: Any, tick: Callable[[int], None] | None = None) -> Any:
         """`function(base, *args)`; `tick` is handed on if given. Raises DeviceError where memory runs out for good."""
-        with told_of_memory():
-            if self._base is None:
-                self._base = self._load_base(self._place, self._layout)
-            return function(self._base, *args, **({} if tick is None else {"tick": tick}))
+        more = {} if tick is None else {"tick": tick}
+        return told_of_memory(lambda: function(self._loaded(), *args, **more))
+
+    def _loaded(self) -> Base:
+        if self._base is None:
+            self._base = self._load_base(self._place, self._layout)
+        return self._base
 
     def run_waves(
         self,

@@ -22,7 +22,7 @@ from crosstune.train import step as step_module
 from crosstune.train import wave as wave_module
 from crosstune.train.fault import WaveFault
 from crosstune.train.optimizer import LaneAdamW
-from crosstune.train.recover import LeakWatch, PlanChanged, is_out_of_memory, smaller_plan, told_of_memory
+from crosstune.train.recover import LeakWatch, PlanChanged, is_out_of_memory, refuse_to_shrink, smaller_plan, survive
 from crosstune.train.run_wave import run_wave
 from tests.lanes import Outcome, PlanOf, Shrinking, fold_job, fp32_base, random_tokens, same_adapter
 
@@ -233,15 +233,18 @@ def test_what_counts_as_out_of_memory(error, is_so):
 
 
 def test_memory_that_runs_out_for_good_is_an_error_with_its_fix_and_holds_no_tensor():
-    def fail(error):
-        raise error
+    def told(error):
+        def fail():
+            raise error
+
+        survive(fail, refuse_to_shrink, torch.device("cpu"))
 
     with pytest.raises(DeviceError, match="out of memory: CUDA out of memory") as error:
-        told_of_memory(lambda: fail(torch.OutOfMemoryError("CUDA out of memory. (injected)")))
+        told(torch.OutOfMemoryError("CUDA out of memory. (injected)"))
     assert "device.lanes" in error.value.fix
     assert error.value.__context__ is None and error.value.__cause__ is None
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        told_of_memory(lambda: fail(RuntimeError("shape mismatch")))
+        told(RuntimeError("shape mismatch"))
 
 
 def test_other_errors_are_not_swallowed(base, monkeypatch):

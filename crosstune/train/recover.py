@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -66,21 +66,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
-def told_of_memory(action: Callable[[], Result]) -> Result:
-    """`action()`. Raises DeviceError where memory runs out and nothing can be made smaller: loading, a checkpoint."""
-    try:
-        return action()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        message = _first_words(error)
-    raise DeviceError(  # outside of the handler: the error's traceback holds the tensors
-        f"out of memory: {message}",
-        "Lower device.lanes or lora.rank, set model.quantization: nf4, or free memory that other programs hold; "
-        "what was finished is kept.",
-    )
-
-
 def survive(action: Callable[[], Result], shrink: Callable[[str], None], device: torch.device) -> Result:
     """`action()`, and again after `shrink(message)` as often as memory runs out. `shrink` raises if nothing is left."""
     while True:
@@ -89,14 +74,19 @@ def survive(action: Callable[[], Result], shrink: Callable[[str], None], device:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            message = _first_words(error)
+            message = str(error).strip().split("\n")[0][:300] or type(error).__name__
         # Outside of the handler: the error's traceback holds the frames, and they hold the tensors.
         release(device)
         shrink(message)
 
 
-def _first_words(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+def refuse_to_shrink(message: str) -> NoReturn:
+    """For what can't be made smaller (loading, a checkpoint's copy)."""
+    raise DeviceError(
+        f"out of memory: {message}",
+        "Lower device.lanes or lora.rank, set model.quantization: nf4, or free memory that other programs hold; "
+        "what was finished is kept.",
+    )
 
 
 def smaller_plan(plan: Plan, doing: str, *, evaluating: bool, lanes: int | None = None) -> Plan:

@@ -17,7 +17,7 @@ from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import Event, GivenUp, Report
 from crosstune.train.fault import WaveFault
 from crosstune.train.lane import LaneJob
-from crosstune.train.recover import LeakWatch, PlanChanged, WaveSplit, compare_peak, told_of_memory
+from crosstune.train.recover import LeakWatch, PlanChanged, WaveSplit, compare_peak, refuse_to_shrink, survive
 from crosstune.train.run_wave import run_wave
 from crosstune.workers.waves import fail_wave
 
@@ -94,7 +94,7 @@ class LocalWorkers:
     def apply(self, function: Callable[..., Any], *args: Any, tick: Callable[[int], None] | None = None) -> Any:
         """`function(base, *args)`; `tick` is handed on if given. Raises DeviceError where memory runs out for good."""
         more = {} if tick is None else {"tick": tick}
-        return told_of_memory(lambda: function(self._loaded(), *args, **more))
+        return survive(lambda: function(self._loaded(), *args, **more), refuse_to_shrink, self._place.device)
 
     def _loaded(self) -> Base:
         if self._base is None:

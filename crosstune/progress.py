@@ -21,7 +21,7 @@ from crosstune.units import bytes_words, count_words, seconds_words
 
 LINE_EVERY_SECONDS = 10.0  # a log of an hour then has some 360 lines
 SHOWN_LANES = 8  # more losses than this become mean and range
-UNITS = {"train": "step", "lint": "row", "load": "shard", "tokenise": "row", "evaluate": "row"}
+UNITS = {"train": "step", "lint": "row", "load": "shard", "tokenise": "row", "evaluate": "row", "answer": "row"}
 
 
 class Progress(Protocol):
@@ -71,8 +71,8 @@ class Stage:
 
     def words(self) -> str:
         """`step 120/400 · 5 lanes · loss 1.42 1.39 1.44 1.40 1.41 · 8.1k tok/s · 19.2 GiB`."""
-        unit = UNITS.get(self.name.split(" ")[0], self.name)
-        parts = [f"{unit} {self.done}" + (f"/{self.total}" if self.total else "")]
+        unit = UNITS.get(self.name.split(" ")[0], "")
+        parts = [f"{unit} {self.done}".lstrip() + (f"/{self.total}" if self.total else "")]
         losses = self.facts.get("losses")
         if losses is not None and len(losses):
             parts += [f"{len(losses)} lane" + ("s" if len(losses) > 1 else ""), loss_words(losses)]

@@ -25,6 +25,13 @@ def test_the_line_is_the_one_promised():
     assert shown.words() == "step 120/400 · 5 lanes · loss 1.42 1.39 1.44 1.40 1.41 · 19.2 GiB"
 
 
+def test_a_stage_is_named_once_in_its_line():
+    for name, line in (("answer held-out rows: base", "answer held-out rows: base: row 3/4"), ("merge", "merge: 3/4")):
+        at = progress.Stage(name, 4)
+        at.add(3, {})
+        assert at.line() == line
+
+
 def test_evaluations_inside_training_are_no_lines_of_their_own(clock):
     stream = io.StringIO()
     lines = Lines(stream, every_seconds=1e9)

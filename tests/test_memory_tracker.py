@@ -14,7 +14,7 @@ from torch import nn
 from crosstune.memory.allocator import replay
 from crosstune.memory.gpus import MIB, find_gpu
 from crosstune.model.base import Base
-from crosstune.train.kernels import CUDA_TEMPORARIES, attention_of
+from crosstune.train.kernels import attention_of, temporaries_of
 from crosstune.train.quantized import quantize_linears
 from crosstune.train.trace import META, Tracker
 
@@ -74,7 +74,7 @@ def peft_model(cell):
 
 def steps_of_peft(cell):
     """Trace of a build and two steps."""
-    tracker = Tracker(CUDA_TEMPORARIES)
+    tracker = Tracker(temporaries_of(find_gpu("h200")))
     with attention_of(find_gpu("h200"), "bf16"), tracker:
         model, vocab = peft_model(cell)
         tracker.track_module(model)

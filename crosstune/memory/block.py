@@ -18,14 +18,15 @@ On CUDA known blocks run as four fused nodes (model/block.py), elsewhere as tran
 
 The backward pass needs most in the MLP. transformers' block then holds three gradients of width f, the product being
 gone; the fused one holds a single one. A quantised base has a weight made in 16 bit at that time, the fused block that
-of gate and up together.
+of gate and up together. With few long rows it needs most in flash's attention, which sums the queries' gradient up in
+fp32, in several copies (gpus.py, flash_sums), and makes the keys' and values' for every query head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from crosstune.memory.gpus import Machine
+from crosstune.memory.gpus import Machine, flash_sums
 from crosstune.memory.precision import repeats_heads
 from crosstune.memory.shape import Linear, ModelShape
 
@@ -73,6 +74,7 @@ class Block:
     shape: ModelShape
     settings: Settings
     repeats_heads: bool = False  # keys and values are kept for every query head
+    multiprocessors: int = 0  # of a GPU whose attention is flash's
 
     @property
     def saved(self) -> int:
@@ -106,7 +108,9 @@ class Block:
             plain = max(plain, N * f * (4 if self.settings.precision == "fp16" else 6))
         weight = weight_bytes(self.settings, max(linear.numel for linear in self.shape.linears))
         undone = N * (2 * c * f + c * h + c * self.settings.rank) + weight
-        return (undone, weight) if weight and undone > plain else (plain, 0)
+        gone = N * (c * f * 3 + product + 4 * h)  # what the MLP kept
+        attention = 2 * N * c * h + self._attention_backward - gone
+        return max((undone, weight) if weight else (plain, 0), (plain, 0), (attention, 0))
 
     def final_norm(self) -> int:
         """The norm after the last block, backward: six copies in fp32."""
@@ -130,6 +134,19 @@ class Block:
         keys = shape.queries if self.repeats_heads else shape.keys
         norms = 4 * (shape.queries + shape.keys) if shape.head_norms else 0
         return c * (2 * shape.queries + 2 * keys) + 4 * shape.heads + norms
+
+    @property
+    def _attention_backward(self) -> int:
+        """What comes into flash's backward pass, goes out of it, and is made on the way (train/kernels.py)."""
+        if not self.multiprocessors:
+            return 0
+        N, c, _, _ = self._sizes
+        shape, rows = self.shape, self.settings.lanes * self.settings.micro_batch
+        grouped = shape.keys != shape.queries
+        length, width = -(-self.settings.tokens // 128) * 128, -(-shape.head_dim // 32) * 32
+        sums = flash_sums(rows * shape.heads, self.multiprocessors)
+        made = 4 * rows * shape.heads * length * (1 + width * sums) + 2 * c * N * shape.queries * grouped
+        return made + 2 * c * N * (shape.queries + shape.keys)
 
     @property
     def _low(self) -> int:
@@ -175,6 +192,7 @@ class FusedBlock(Block):
         ways = [
             (states + N * c * f + low + max(down, masked), down if down > masked else 0),
             (states + N * c * h + low + wide, wide),
+            (N * c * (h - 2 * f) + self._attention_backward, 0),  # the MLP's are gone by then
         ]
         if self.settings.quantization == "int8":  # forward: a product in int32, in fp16, in the compute type
             ways.append((N * (f * (6 if self.settings.precision == "fp16" else 8) + (2 + again) * c * h + h), 0))
@@ -211,7 +229,9 @@ def block_of(shape: ModelShape, settings: Settings, machine: Machine) -> Block:
     """The kind of block that runs on the device."""
     settings = replace(settings, targets=settings.targets or shape.linears)
     kind = FusedBlock if machine.kind == "cuda" and shape.fusable else Block
-    return kind(shape, settings, repeats_heads(machine, settings.precision))
+    repeats = repeats_heads(machine, settings.precision)
+    is_flash = machine.kind == "cuda" and not repeats
+    return kind(shape, settings, repeats, machine.multiprocessors if is_flash else 0)
 
 
 def weight_bytes(settings: Settings, numel: int) -> int:

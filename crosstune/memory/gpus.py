@@ -32,6 +32,7 @@ class Machine:
     flops: float = 0.0  # a second
     bandwidth: float = 0.0  # bytes a second
     expandable: bool = True  # CUDA: the allocator's segments grow in place (model/device.py turns it on)
+    multiprocessors: int = 132  # CUDA
 
     @property
     def cublas_bytes(self) -> int:
@@ -49,35 +50,45 @@ class Machine:
         return {"cuda": 775 * MIB, "mps": 500 * MIB}.get(self.kind, 700 * MIB)  # cpu: Python, torch, transformers
 
 
-def _gpu(name: str, gib: float, capability: tuple[int, int], tflops: float, gbps: float) -> Machine:
-    return Machine(name, "cuda", int(gib * GIB), capability, tflops * 1e12, gbps * 1e9)
+def _gpu(name: str, gib: float, capability: tuple[int, int], tflops: float, gbps: float, processors: int) -> Machine:
+    return Machine(
+        name, "cuda", int(gib * GIB), capability, tflops * 1e12, gbps * 1e9, multiprocessors=processors
+    )  # fmt: skip
 
 
 # What the driver reports as total (nvidia-smi), which is below the number on the box; rates from the data sheets
 # (H200's bandwidth of 4.26 TB/s and 800 TFLOP/s were measured, which the others are not).
 GPUS: dict[str, Machine] = {
-    "t4": _gpu("NVIDIA T4", 14.56, (7, 5), 65, 320),
-    "v100-16": _gpu("NVIDIA V100 16GB", 15.77, (7, 0), 112, 900),
-    "v100-32": _gpu("NVIDIA V100 32GB", 31.73, (7, 0), 112, 900),
-    "rtx-2080-ti": _gpu("NVIDIA GeForce RTX 2080 Ti", 10.75, (7, 5), 54, 616),
-    "rtx-3060": _gpu("NVIDIA GeForce RTX 3060", 11.76, (8, 6), 51, 360),
-    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090", 23.69, (8, 6), 71, 936),
-    "rtx-4060-ti-16": _gpu("NVIDIA GeForce RTX 4060 Ti", 15.70, (8, 9), 88, 288),
-    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 23.64, (8, 9), 165, 1008),
-    "rtx-5090": _gpu("NVIDIA GeForce RTX 5090", 31.36, (12, 0), 210, 1792),
-    "l4": _gpu("NVIDIA L4", 22.03, (8, 9), 121, 300),
-    "a10g": _gpu("NVIDIA A10G", 22.06, (8, 6), 70, 600),
-    "a40": _gpu("NVIDIA A40", 44.42, (8, 6), 150, 696),
-    "l40s": _gpu("NVIDIA L40S", 44.39, (8, 9), 362, 864),
-    "a100-40": _gpu("NVIDIA A100 40GB", 39.39, (8, 0), 312, 1555),
-    "a100-80": _gpu("NVIDIA A100 80GB", 79.25, (8, 0), 312, 2039),
-    "h100": _gpu("NVIDIA H100 80GB", 79.11, (9, 0), 800, 3350),
-    "h200": _gpu("NVIDIA H200", 139.80, (9, 0), 800, 4260),
-    "b200": _gpu("NVIDIA B200", 178.35, (10, 0), 2250, 8000),
+    "t4": _gpu("NVIDIA T4", 14.56, (7, 5), 65, 320, 40),
+    "v100-16": _gpu("NVIDIA V100 16GB", 15.77, (7, 0), 112, 900, 80),
+    "v100-32": _gpu("NVIDIA V100 32GB", 31.73, (7, 0), 112, 900, 80),
+    "rtx-2080-ti": _gpu("NVIDIA GeForce RTX 2080 Ti", 10.75, (7, 5), 54, 616, 68),
+    "rtx-3060": _gpu("NVIDIA GeForce RTX 3060", 11.76, (8, 6), 51, 360, 28),
+    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090", 23.69, (8, 6), 71, 936, 82),
+    "rtx-4060-ti-16": _gpu("NVIDIA GeForce RTX 4060 Ti", 15.70, (8, 9), 88, 288, 34),
+    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 23.64, (8, 9), 165, 1008, 128),
+    "rtx-5090": _gpu("NVIDIA GeForce RTX 5090", 31.36, (12, 0), 210, 1792, 170),
+    "l4": _gpu("NVIDIA L4", 22.03, (8, 9), 121, 300, 58),
+    "a10g": _gpu("NVIDIA A10G", 22.06, (8, 6), 70, 600, 80),
+    "a40": _gpu("NVIDIA A40", 44.42, (8, 6), 150, 696, 84),
+    "l40s": _gpu("NVIDIA L40S", 44.39, (8, 9), 362, 864, 142),
+    "a100-40": _gpu("NVIDIA A100 40GB", 39.39, (8, 0), 312, 1555, 108),
+    "a100-80": _gpu("NVIDIA A100 80GB", 79.25, (8, 0), 312, 2039, 108),
+    "h100": _gpu("NVIDIA H100 80GB", 79.11, (9, 0), 800, 3350, 132),
+    "h200": _gpu("NVIDIA H200", 139.80, (9, 0), 800, 4260, 132),
+    "b200": _gpu("NVIDIA B200", 178.35, (10, 0), 2250, 8000, 148),
 }
 ALIASES = {
     "4060ti": "rtx-4060-ti-16", "v100": "v100-16", "a100": "a100-40", "h10080": "h100", "a10": "a10g",
 }  # fmt: skip
+
+
+def flash_sums(blocks: int, multiprocessors: int) -> int:
+    """Copies of the queries' gradient that flash's backward pass sums up in one order, for rows × heads `blocks`.
+
+    As many as keep all multiprocessors busy (aten/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd).
+    """
+    return (multiprocessors + blocks - 1) // blocks
 
 
 def find_gpu(name: str) -> Machine:
@@ -150,9 +161,11 @@ def _read_gpu(nvml: Any, index: int, driver: str) -> Present:
         processes = tuple((int(p.pid), int(p.usedGpuMemory or 0)) for p in running)
     except nvml.NVMLError:  # not permitted in some containers
         processes = ()
+    flops, bandwidth, multiprocessors = rates_of(name, capability)
     machine = Machine(
-        name, "cuda", int(memory.total), (int(capability[0]), int(capability[1])), *rates_of(name, capability)
-    )
+        name, "cuda", int(memory.total), (int(capability[0]), int(capability[1])), flops, bandwidth,
+        multiprocessors=multiprocessors,
+    )  # fmt: skip
     uuid = _text(nvml.nvmlDeviceGetUUID(handle))
     return Present(index, machine, int(memory.free), int(memory.used), driver, uuid, processes)
 
@@ -161,16 +174,16 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def rates_of(name: str, capability: Sequence[int]) -> tuple[float, float]:
-    """Rates of the listed GPU whose name is nearest; a modest card of the same generation otherwise."""
+def rates_of(name: str, capability: Sequence[int]) -> tuple[float, float, int]:
+    """Rates and multiprocessors of the listed GPU whose name is nearest; else of a modest card of the generation."""
     words = set(re.findall(r"[a-z]*\d+[a-z]*|super|ti", name.lower()))
     ranked = sorted(
         GPUS.values(), key=lambda gpu: -len(words & set(re.findall(r"[a-z]*\d+[a-z]*|super|ti", gpu.name.lower())))
     )
     best = ranked[0]
     if words & set(re.findall(r"[a-z]*\d+[a-z]*", best.name.lower())):
-        return best.flops, best.bandwidth
-    return (60e12, 500e9) if tuple(capability) >= (8, 0) else (40e12, 400e9)
+        return best.flops, best.bandwidth, best.multiprocessors
+    return (60e12, 500e9, 80) if tuple(capability) >= (8, 0) else (40e12, 400e9, 40)
 
 
 def this_cpu() -> Machine:

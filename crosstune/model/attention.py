@@ -1,9 +1,10 @@
-"""Attention where PyTorch's own choice is slow.
+"""Attention as transformers' models call it, where PyTorch's own choice is slow or not the same each time.
 
-*Where the flash kernel isn't to be had*: fp32, and GPUs below compute capability 8.0 (T4, V100). transformers hands
-grouped heads to torch as they are (integrations/sdpa_attention.py, use_gqa_in_sdpa). The memory-efficient kernel
-doesn't take those (aten/native/transformers/cuda/sdp_utils.cpp, supports_gqa = false), so torch would fall back to
-plain products with T x T matrices. Repeating keys and values first keeps the efficient kernel.
+*On a GPU* gradients are the same bits each time (repeatable.py). In fp32 and below compute capability 8.0 (T4, V100)
+the flash kernel isn't to be had, and transformers hands grouped heads to torch as they are (integrations/
+sdpa_attention.py, use_gqa_in_sdpa). The memory-efficient kernel doesn't take those (aten/native/transformers/cuda/
+sdp_utils.cpp, supports_gqa = false), so torch would fall back to plain products with T x T matrices. Repeating keys and
+values first keeps the efficient kernel.
 
 *bf16 on a CPU*: the forward pass of torch's flash kernel is good, its backward pass isn't for short rows (torch 2.13:
 16.8 ms against 4.9 ms by plain products for 15 rows of 60 tokens, 9 heads of 64, one core of an AMD EPYC with
@@ -16,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-REPEATED = "sdpa_repeated"
+from crosstune.model.repeatable import attend
+
+ON_GPU = "sdpa_on_gpu"
 SHORT_ROWS = "sdpa_short_rows"
 SHORT = 128  # tokens; longer rows take torch's own backward pass
 
@@ -28,10 +30,10 @@ def attention_name(device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cpu" and dtype == torch.bfloat16:
         register()
         return SHORT_ROWS
-    if device.type != "cuda" or (dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)):
+    if device.type != "cuda":
         return "sdpa"
     register()
-    return REPEATED
+    return ON_GPU
 
 
 def register() -> None:
@@ -39,12 +41,12 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    for name, attention in ((REPEATED, repeated_attention), (SHORT_ROWS, short_rows_attention)):
+    for name, attention in ((ON_GPU, gpu_attention), (SHORT_ROWS, short_rows_attention)):
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, sdpa_mask)
 
 
-def repeated_attention(
+def gpu_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -55,16 +57,22 @@ def repeated_attention(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa_attention_forward with keys and values of every query head."""
+    """transformers' sdpa_attention_forward; keys and values of every query head where the kernel needs them so.
+
+    A frozen base has no dropout.
+    """
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:
+    if groups > 1 and (attention_mask is not None or not takes_groups(query)):
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     causal = bool(module.is_causal) if is_causal is None else is_causal
-    out = scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling,
-        is_causal=causal and attention_mask is None and query.shape[2] > 1,
-    )  # fmt: skip
+    causal = causal and attention_mask is None and query.shape[2] > 1
+    out = attend(query, key, value, mask=attention_mask, causal=causal, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
+
+
+def takes_groups(query: Tensor) -> bool:
+    """The kernel for these takes fewer key heads than query heads, where there is no mask."""
+    return query.dtype != torch.float32 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def short_rows_attention(

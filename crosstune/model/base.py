@@ -160,8 +160,16 @@ class Base:
         self.model.eval()
         _keep_gradients(self.model)
 
+    def attend_as(self, name: str) -> None:
+        """Let a passed-in model that takes transformers' sdpa take this attention while it is lent (attention.py)."""
+        if self.model.config._attn_implementation == "sdpa" != name:
+            self._found["attention"] = "sdpa"
+            self.model.set_attn_implementation(name)
+
     def release(self) -> None:
         """Give a passed-in model back with the flags it had."""
+        if "attention" in self._found:
+            self.model.set_attn_implementation(self._found["attention"])
         for module in self._found.get("training", ()):
             module.training = True
         for parameter in self._found.get("grad", ()):
@@ -233,6 +241,7 @@ def adopt(model: Any, tokenizer: Any) -> Base:
     dtype = next((p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)), torch.float32)
     base = Base(model, tokenizer, device, dtype, Path(model.config.name_or_path or "").name or type(model).__name__)
     base.freeze()
+    base.attend_as(attention_name(device, dtype))
     _refuse_spread(base)
     return base
 

@@ -127,8 +127,11 @@ def machine_of(device: torch.device) -> Machine:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         capability = (found.major, found.minor)
-        rates = rates_of(found.name, capability)
-        return Machine(found.name, "cuda", found.total_memory, capability, *rates, let_segments_grow())
+        flops, bandwidth, _ = rates_of(found.name, capability)
+        return Machine(
+            found.name, "cuda", found.total_memory, capability, flops, bandwidth, let_segments_grow(),
+            found.multi_processor_count,
+        )  # fmt: skip
     if device.type == "mps":
         return Machine("Apple GPU", "mps", torch.mps.recommended_max_memory(), (0, 0), 5e12, 200e9)
     return this_cpu()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from crosstune.model.attention import ShortRows, takes_short_rows
+from crosstune.model.repeatable import in_one_order
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,10 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_NhD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         *saved, state, unused = ctx.saved_tensors
-        grads = torch.ops.aten._flash_attention_backward(
-            g_NhD.contiguous(), *saved, *ctx.given, state, unused, scale=ctx.scale
-        )
+        with in_one_order():
+            grads = torch.ops.aten._flash_attention_backward(
+                g_NhD.contiguous(), *saved, *ctx.given, state, unused, scale=ctx.scale
+            )
         return (*grads, None, None)
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from crosstune.memory.gpus import Machine
+from crosstune.memory.gpus import Machine, flash_sums
 from crosstune.memory.precision import repeats_heads
-from crosstune.model import attention
+from crosstune.model import attention, repeatable
 from crosstune.train.trace import StandIn, Temporaries
 
 
@@ -34,12 +35,16 @@ def four_bit_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[i
     return [*statistics, outputs * inputs * x.element_size()]
 
 
-def flash_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
-    """FlashAttention 2's backward pass: dq summed up in fp32, the softmax's row sums, dk and dv of every query head."""
+def flash_backward(multiprocessors: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """FlashAttention 2's backward pass: dq summed up in fp32, the softmax's row sums, dk and dv of every query head.
+
+    In one order (model/repeatable.py) blocks of keys are dealt out to as many sums as keep all multiprocessors busy.
+    """
     _, q, k = args[:3]
     batch, heads, length, width = q.shape
     rows, columns = -(-length // 128) * 128, max(32, -(-width // 32) * 32)
-    found = [4 * batch * heads * rows, 4 * batch * heads * rows * columns]
+    sums = flash_sums(batch * heads, multiprocessors)
+    found = [4 * batch * heads * rows, 4 * batch * heads * rows * columns * sums]
     if k.shape[1] != heads:  # grouped heads: gradients of each query head's own copy, summed afterwards
         found += [k.element_size() * batch * heads * k.shape[2] * width] * 2
     return found
@@ -87,13 +92,19 @@ STAND_INS: dict[str, StandIn] = {
     "bitsandbytes::int8_mixed_scaled_mm": int8_multiplied,
 }
 CPU_TEMPORARIES: dict[str, Temporaries] = {"aten::logsumexp": log_sum_exp}
-CUDA_TEMPORARIES: dict[str, Temporaries] = {
-    **CPU_TEMPORARIES,
-    "bitsandbytes::gemm_4bit": four_bit_product,
-    "bitsandbytes::int8_vectorwise_quant": int8_quantise,
-    "bitsandbytes::int8_mixed_scaled_mm": int8_product,
-    "aten::_scaled_dot_product_flash_attention_backward": flash_backward,
-}
+
+
+def temporaries_of(machine: Machine) -> dict[str, Temporaries]:
+    """Operator → what its kernel allocates inside itself on this device."""
+    if machine.kind != "cuda":
+        return CPU_TEMPORARIES
+    return {
+        **CPU_TEMPORARIES,
+        "bitsandbytes::gemm_4bit": four_bit_product,
+        "bitsandbytes::int8_vectorwise_quant": int8_quantise,
+        "bitsandbytes::int8_mixed_scaled_mm": int8_product,
+        "aten::_scaled_dot_product_flash_attention_backward": partial(flash_backward, machine.multiprocessors),
+    }
 
 
 def flash_attention(
@@ -153,11 +164,18 @@ def cpu_attention(
 @contextmanager
 def attention_of(machine: Machine, precision: str) -> Iterator[None]:
     """Let meta tensors take the attention kernel that the device would."""
+    repeats = repeats_heads(machine, precision)
     kernel = cpu_attention if machine.kind == "cpu" else flash_attention
-    if repeats_heads(machine, precision):
+    if repeats:
         kernel = efficient_attention
+
+    def kernel_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any) -> int:
+        return repeatable.EFFICIENT if repeats or mask is not None else repeatable.FLASH
+
     with (
         patch.object(torch.nn.functional, "scaled_dot_product_attention", kernel),
-        patch.object(attention, "scaled_dot_product_attention", kernel),
+        patch.object(repeatable, "scaled_dot_product_attention", kernel),
+        patch.object(repeatable, "kernel_of", kernel_of),
+        patch.object(attention, "takes_groups", lambda query: not repeats),
     ):
         yield

@@ -23,19 +23,18 @@ from crosstune.memory.allocator import Event, Replay, replay
 from crosstune.memory.estimate import Settings, outside_bytes
 from crosstune.memory.gpus import Machine
 from crosstune.memory.plan import Plan
-from crosstune.memory.precision import repeats_heads
 from crosstune.model import block, elementwise, head
 from crosstune.model.attach import Slots, attached
-from crosstune.model.attention import REPEATED, register
+from crosstune.model.attention import ON_GPU, register
 from crosstune.model.base import DTYPES, Base
 from crosstune.train import generate
 from crosstune.train.drill import go_through, job_of
 from crosstune.train.generate import Prompt
 from crosstune.train.graph import Passes, Replayed
-from crosstune.train.kernels import CPU_TEMPORARIES, CUDA_TEMPORARIES, STAND_INS, attention_of
+from crosstune.train.kernels import STAND_INS, attention_of, temporaries_of
 from crosstune.train.quantized import quantize_linears
 from crosstune.train.step import DeviceBatch, run_pass
-from crosstune.train.trace import META, Temporaries, Tracker
+from crosstune.train.trace import META, Tracker
 from crosstune.units import bytes_words
 
 # Formulas and rehearsals differ by 3% at most (tests/test_memory_agreement.py), and by fragmentation.
@@ -69,7 +68,7 @@ def rehearse(
 
     `config`: the mapping in the model's config.json.
     """
-    tracker = Tracker(_hidden(machine), STAND_INS)
+    tracker = Tracker(temporaries_of(machine), STAND_INS)
     with _traced(tracker, config, settings, machine) as base:
         tracker.mark("base")
         kind = partial(_SaidToBeRecorded, tracker)
@@ -84,7 +83,7 @@ def rehearse_answers(
 
     The tokens between are left out: the prompts are longer by as many.
     """
-    tracker = Tracker(_hidden(machine), STAND_INS, answer=False)
+    tracker = Tracker(temporaries_of(machine), STAND_INS, answer=False)
     ids = np.zeros(prompt + new_tokens - 2, np.int32)
     prompts = [Prompt(row, row + 1, ids) for row in range(rows)]
     positions = {"meta": settings.lanes * rows * (len(ids) + 2)}
@@ -115,10 +114,6 @@ def _rehearsed(tracker: Tracker, settings: Settings, machine: Machine) -> Rehear
     trace = tuple(tracker.trace)
     gc.collect()
     return Rehearsal(trace, machine, outside_bytes(settings, machine))
-
-
-def _hidden(machine: Machine) -> Mapping[str, Temporaries]:
-    return CUDA_TEMPORARIES if machine.kind == "cuda" else CPU_TEMPORARIES
 
 
 class _SaidToBeRecorded(Passes):
@@ -181,9 +176,9 @@ def meta_base(config: Mapping[str, Any], settings: Settings, machine: Machine) -
     known = AutoConfig.for_model(config["model_type"], **values)
     dtype = DTYPES[settings.precision]
     attention = "sdpa"
-    if repeats_heads(machine, settings.precision):
+    if machine.kind == "cuda":
         register()
-        attention = REPEATED
+        attention = ON_GPU
     with META:
         model = AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation=attention)
     base = Base(model, None, META, dtype, known.model_type)

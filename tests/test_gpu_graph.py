@@ -92,6 +92,16 @@ def test_a_replayed_run_is_bit_equal_to_one_that_is_launched(base, monkeypatch, 
         np.testing.assert_array_equal(one.lane(fold).scores.nll, other.lane(fold).scores.nll)
 
 
+@pytest.mark.parametrize("lengths", ["one", "many"])
+def test_long_rows_give_the_same_bits_each_time(base, lengths):
+    """Attention sums a query's gradient over blocks of keys: rows of several blocks tell."""
+    tokens = equal_lengths(1200) if lengths == "one" else random_tokens(ROWS, longest=1500)
+    one, other = (train(base, jobs(base), tokens, evaluate_tokens=16384) for _ in range(2))
+    for fold in range(3):
+        assert one.lane(fold).losses == other.lane(fold).losses
+        assert same_adapter(one.lane(fold), other.lane(fold))
+
+
 def test_rows_of_many_lengths_give_the_same_losses_padded_to_recorded_sizes(base, monkeypatch):
     need_grouped_products(base)
     tokens = random_tokens(ROWS, longest=200)

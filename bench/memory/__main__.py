@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--out", default="memory.jsonl")
     parser.add_argument("--models", nargs="+", default=["1b", "qwen2-1.5b", "8b"])
     parser.add_argument("--half", choices=("all", "seen", "blind"), default="all")
+    parser.add_argument("--tokens", type=int, nargs="+", help="only cells whose rows have so many tokens")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 4))
     parser.add_argument("--seconds", type=float, default=480, help="no new cell is read after this time")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: tests the script")

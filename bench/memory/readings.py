@@ -48,6 +48,8 @@ def read_grid(options: argparse.Namespace) -> None:
         waiting: list[tuple[dict[str, Any], Future[dict[str, Any]]]] = []
         bases = OneBase(device)
         for name, settings in grid(["tiny"] if options.tiny else options.models, options.half):
+            if options.tokens and settings.tokens not in options.tokens:
+                continue
             evaluate = evaluation_tokens(ModelShape.from_config(MODELS[name]), settings, find_gpu("h200"))
             outside = outside_allocator(device) if cuda else 0
             told = (MODELS[name], settings, machine, machine.expandable, evaluate, outside)

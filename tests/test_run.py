@@ -336,6 +336,25 @@ def test_a_planted_token_reaches_no_output_of_the_command(tiny: Path, cases: Pat
         assert named.encode() not in data, name
 
 
+def test_a_secret_that_the_environment_gets_or_changes_later_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"first-secret-words": ["second-secret-words", "third-secret-words"]}
+    assert secrets.redact_tree(tree) == tree
+    monkeypatch.setenv("MY_SECRET_THING", "first-secret-words")
+    assert secrets.redact_tree(tree) == {secrets.MASK: ["second-secret-words", "third-secret-words"]}
+    monkeypatch.setenv("MY_SECRET_THING", "second-secret-words")
+    assert secrets.redact_tree(tree) == {"first-secret-words": [secrets.MASK, "third-secret-words"]}
+    assert secrets.redact("second-secret-words") == secrets.MASK
+    monkeypatch.delenv("MY_SECRET_THING")
+    assert secrets.redact("second-secret-words") == "second-secret-words"
+
+
+def test_the_environment_is_asked_once_for_a_whole_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = [], secrets._environment_secrets
+    monkeypatch.setattr(secrets, "_environment_secrets", lambda: asked.append(1) or real())
+    secrets.redact_tree({"a": ["b", {"c": "d"}], "e": "f"})
+    assert asked == [1]
+
+
 def test_ordinary_words_are_not_redacted() -> None:
     for text in (
         "meta-llama/Meta-Llama-3-8B-Instruct",

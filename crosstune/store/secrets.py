@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 MASK = "[redacted]"
@@ -33,27 +34,42 @@ _LOOKS = re.compile(
 
 def redact(text: str) -> str:
     """`text` with every token that can be told as one replaced by "[redacted]"."""
-    for value in _environment_secrets():
-        text = text.replace(value, MASK)
-    return _LOOKS.sub(MASK, text)
+    return _masked(text, _environment_secrets())
 
 
 def redact_tree(tree: Any) -> Any:
     """The same for every string in nested mappings and sequences; keys too, for a token may stand in one."""
+    return _masked_tree(tree, _environment_secrets())
+
+
+def _masked(text: str, secrets: Sequence[str]) -> str:
+    for value in secrets:
+        text = text.replace(value, MASK)
+    return _LOOKS.sub(MASK, text)
+
+
+def _masked_tree(tree: Any, secrets: Sequence[str]) -> Any:
     if isinstance(tree, str):
-        return redact(tree)
+        return _masked(tree, secrets)
     if isinstance(tree, Mapping):
-        return {redact(str(key)): redact_tree(value) for key, value in tree.items()}
+        return {_masked(str(key), secrets): _masked_tree(value, secrets) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [redact_tree(value) for value in tree]
+        return [_masked_tree(value, secrets) for value in tree]
     return tree
 
 
 def _environment_secrets() -> list[str]:
-    """Longest first, so that a secret which contains another is masked whole."""
+    """As the environment is now. Longest first, so that a secret which contains another is masked whole."""
     values = {
         value
-        for name, value in os.environ.items()
-        if _NAMES.search(name) and len(value) >= _SHORTEST and not value.startswith(("/", "~", "."))
+        for name in os.environ
+        if _is_secret(name)
+        and len(value := os.environ.get(name, "")) >= _SHORTEST
+        and not value.startswith(("/", "~", "."))
     }
     return sorted(values, key=lambda value: (-len(value), value))
+
+
+@cache  # text is masked line by line, and the names hardly change
+def _is_secret(name: str) -> bool:
+    return _NAMES.search(name) is not None

@@ -12,8 +12,10 @@ import torch
 
 from crosstune.data.batches import collate
 from crosstune.model import block
-from crosstune.model.attach import _initial_a, attached
-from crosstune.model.base import Base
+from crosstune.model.attach import attached
+from crosstune.model.base import Base, load_base
+from crosstune.model.initial import initial_a
+from crosstune.recipe.sections import Model
 from crosstune.train.cutting import Cutting
 from crosstune.train.evaluate import score_base, score_lanes
 from crosstune.train.lane import Lane, Status
@@ -130,9 +132,37 @@ def test_lanes_are_drawn_by_threads_as_one_after_another(base):
             a_KRI, b_KOR = slots.views(slots.master_KP, site)
             for k, spec in enumerate(specs):
                 rank = spec.lora.rank if site.name in spec.targets else 0
-                assert rank == 0 or torch.equal(a_KRI[k, :rank], _initial_a(spec, site))
+                assert rank == 0 or torch.equal(a_KRI[k, :rank], initial_a(spec.seed, site, rank))
                 assert not a_KRI[k, rank:].any()
             assert not b_KOR.any()
+
+
+def test_lanes_values_are_drawn_where_they_lie_and_none_for_a_rehearsal(base, monkeypatch):
+    drawn, real = [], torch.Tensor.uniform_
+
+    def uniform(self, *args, **how):
+        drawn.append(self.untyped_storage().data_ptr())
+        return real(self, *args, **how)
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", uniform)
+    job = fold_job(base, 0)
+    with attached(base, [job.spec] * 2) as slots:
+        assert drawn == [slots.master_KP.untyped_storage().data_ptr()] * 2 * len(job.targets)
+        slots.shards[0].master_KP = slots.shards[0].copy_KP = slots.master_KP.to("meta")
+        slots.reset({0: job.spec})
+        assert len(drawn) == 2 * len(job.targets)
+
+
+@pytest.mark.gpu
+def test_lanes_begin_on_a_gpu_as_on_the_cpu_whatever_its_stream_has_still_to_do(base, tiny):
+    specs = [fold_job(base, fold % 4, lora=MIXED[fold % 4]).spec for fold in range(40)]
+    there = load_base(Model(name=str(tiny)), None, device=torch.device("cuda"), precision="bf16")
+    with attached(base, specs) as slots, torch.cuda.stream(torch.cuda.Stream()), attached(there, specs) as others:
+        for _ in range(3):
+            others.master_KP.normal_()
+            torch.cuda._sleep(10**9)
+            others.reset(dict(enumerate(specs)))
+            assert torch.equal(others.master_KP.cpu(), slots.master_KP)
 
 
 def test_padding_of_smaller_ranks_and_missing_targets_stays_zero(base):

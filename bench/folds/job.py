@@ -17,10 +17,11 @@ from bench.shapes import SHAPES, text_rows, tokenizer
 from crosstune.data.batches import lane_seed, unit_order
 from crosstune.data.tokens import Tokens
 from crosstune.inputs import judge, read_asked_rows
-from crosstune.model.attach import PEFT_PREFIX, LaneSpec, Site, _initial_a
+from crosstune.model.attach import PEFT_PREFIX
+from crosstune.model.initial import initial_a
+from crosstune.model.shards import Site
 from crosstune.progress import Quiet
 from crosstune.recipe.asked import gather
-from crosstune.recipe.sections import Lora
 from crosstune.splits.splits import Fold, split_rows
 
 RANK, ALPHA, BATCH = 16, 32, 4
@@ -123,11 +124,11 @@ def prepare(job: Job, model: Any) -> Prepared:
 @torch.no_grad()
 def set_adapter(model: nn.Module, fold: int) -> None:
     """The initial adapter of a fold's lane, into a PEFT model: A as crosstune draws it, B zero."""
-    spec = LaneSpec(Lora(rank=RANK, alpha=ALPHA), (), lane_seed(0, fold))
+    seed = lane_seed(0, fold)
     for name, weight in model.named_parameters():
         site, lora, _ = name.removeprefix(PEFT_PREFIX).partition(".lora_")
         if lora and ".lora_A." in name:
-            weight.copy_(_initial_a(spec, Site(site, weight.shape[1], 0, 0, 0)))
+            weight.copy_(initial_a(seed, Site(site, weight.shape[1], 0, 0, 0), RANK))
         elif lora:
             weight.zero_()
 

@@ -7,11 +7,8 @@ operations on rows of one tensor.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +24,7 @@ from crosstune.model.block import FUSED_ON, FusedBlock, kind_of
 from crosstune.model.bundle import Bundle, BundledLinear
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
 from crosstune.model.fuse import fuse, swap
+from crosstune.model.initial import draw_into, drawers
 from crosstune.model.lanes import ALIGNED, Lanes, groups_products
 from crosstune.model.lora import Adapters, LaneLinear, Pass
 from crosstune.model.shards import Shard, Site, lay_out, put, whole
@@ -34,7 +32,6 @@ from crosstune.model.targets import linear_sizes
 from crosstune.recipe.sections import Lora
 
 PEFT_PREFIX = "base_model.model."
-DRAWERS = min(16, os.cpu_count() or 1)  # threads that draw initial values, each layer's from its own generator
 
 
 @dataclass(frozen=True)
@@ -184,17 +181,18 @@ class Slots:
             for shard in self.shards:
                 shard.clear(k)
                 shard.now.scale_K[k] = spec.scale
-        names = {k: set(spec.targets) for k, spec in specs.items()}
-        drawn = [(k, site) for k, wanted in names.items() for site in self.sites if site.name in wanted]
-        with ThreadPoolExecutor(DRAWERS) as pool:  # 21 million numbers for a lane of an 8B model: 0.15 s in one thread
-            for _ in pool.map(lambda one: self._draw(*one), drawn):
+        wanted = {k: set(spec.targets) for k, spec in specs.items()}
+
+        def draw(site: Site) -> None:
+            for k, spec in specs.items():
+                if site.name in wanted[k]:
+                    row_P, size = self.shards[site.place].master_KP[k], spec.lora.rank * site.in_features
+                    draw_into(row_P[site.a_start : site.a_start + size], spec.seed, site)
+
+        with drawers(self.base.devices) as pool:  # 21 million numbers for a lane of an 8B model: 0.15 s in one thread
+            for _ in pool.map(draw, self.sites):
                 pass
         self.refresh()
-
-    @torch.no_grad()
-    def _draw(self, k: int, site: Site) -> None:
-        a_KRI, _ = self.views(self.shards[site.place].master_KP, site)
-        a_KRI[k, : self.specs[k].lora.rank].copy_(_initial_a(self.specs[k], site))
 
     def clear(self, k: int) -> None:
         """Empty slot k: the bare base answers there."""
@@ -300,11 +298,3 @@ def _fetch(row_P: Tensor) -> Tensor:
     fetched_P.copy_(row_P, non_blocking=True)
     torch.cuda.current_stream(row_P.device).synchronize()
     return fetched_P
-
-
-def _initial_a(spec: LaneSpec, site: Site) -> Tensor:
-    """A's initial values as PEFT draws them (kaiming_uniform_, a=√5: uniform in ±1/√in), from seed and name."""
-    digest = hashlib.blake2b(f"{spec.seed}/{site.name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)
-    bound = 1 / math.sqrt(site.in_features)
-    return torch.empty(spec.lora.rank, site.in_features).uniform_(-bound, bound, generator=generator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from crosstune.data.tokens import Tokens
-from crosstune.export.adapter import TokenizerFiles, Written, save_adapter, write_weights
+from crosstune.export.adapter import TokenizerFiles, draft_adapter, finish_adapter
+from crosstune.export.folder import Draft
 from crosstune.recipe.recipe import Recipe
 from crosstune.store.run import Run
 from crosstune.store.writers import Writers
@@ -36,8 +37,6 @@ from crosstune.train.fault import blamed
 from crosstune.train.lane import LaneJob, RowScores
 from crosstune.train.recover import PlanChanged, WaveSplit, is_out_of_memory
 from crosstune.workers.waves import key
-
-EARLY = ".adapter.part"  # an adapter's tensors, until its scores are known
 
 
 @dataclass
@@ -75,8 +74,8 @@ class Recorder:
             with blamed(lambda reason: self._fail(event.job, reason, event.step)):
                 self._keep_step(event)
         elif isinstance(event, LaneTrained):
-            file = self.folder(event.job) / EARLY  # once, though told again where memory ran out in its evaluation
-            self.writers.begin("adapter", key(event.job), partial(_write, file, event.adapter))
+            # once, though told again where memory ran out in its evaluation
+            self.writers.begin("adapter", key(event.job), lambda: self._draft(event.job, "adapter", event.adapter()))
         elif isinstance(event, LanesOver):
             for lane in event.lanes:
                 if key(lane.job) not in self.run.lanes_over():
@@ -102,14 +101,14 @@ class Recorder:
     def _keep_step(self, event: StepKept) -> None:
         """Write the best adapter so far, then remove the one that it beat: the number of files stays bounded."""
         name = f"step-{event.step:06d}"
-        self._save_adapter(event.job, event.adapter, name, {"step": event.step})
+        self._finish_adapter(event.job, self._draft(event.job, name, event.adapter), {"step": event.step})
         for old in self.folder(event.job).glob("step-*"):
             if old.name != name:
                 shutil.rmtree(old, ignore_errors=True)  # what is left of it now goes with the next one
 
     def _begin_to_save(self, event: LaneFinished) -> None:
-        written = self.writers.take("adapter", key(event.job))
-        self.writers.begin("lane", key(event.job), partial(self._save, event, written))
+        early = self.writers.take("adapter", key(event.job))
+        self.writers.begin("lane", key(event.job), partial(self._save, event, early))
 
     def _finish(self, event: LaneFinished) -> None:
         """The lane's line in the journal, once its folder is on the disk."""
@@ -118,7 +117,7 @@ class Recorder:
         losses = [short(loss) for loss in event.losses]
         self.run.record("lane_finished", **_lane(event.job), **record, seconds=event.seconds, losses=losses)
 
-    def _save(self, event: LaneFinished, written: Future[Written] | None) -> dict[str, Any]:
+    def _save(self, event: LaneFinished, early: Future[Draft] | None) -> dict[str, Any]:
         """The lane's rows and adapter, by a thread of its own: what the journal then says of it."""
         job, scores = event.job, event.scores
         base = _only(self.base_scores, scores.rows)
@@ -136,26 +135,21 @@ class Recorder:
             "base_hits": base.hits,
         }
         self.run.write_lane_rows(job.trial, job.fold, columns)
-        early = None if written is None else partial(_written, written, self.folder(job) / EARLY, event.adapter)
-        self._save_adapter(job, event.adapter, "adapter", record, early)
+        self._finish_adapter(job, self._drafted(event, early), record)
         return record
 
-    def _save_adapter(
-        self,
-        job: LaneJob,
-        adapter: Mapping[str, Tensor],
-        name: str,
-        record: Mapping[str, Any],
-        written: Callable[[], Written] | None = None,
-    ) -> None:
-        card = {
-            "trial": job.trial, "fold": "all rows" if job.fold is None else job.fold,
-            "quantization": self.recipe.model.quantization,  # of the base: generate asks on the same
-            "settings": dict(self.trials[job.trial].settings), "lora": job.lora.model_dump(mode="json"),
-            "train": job.train.model_dump(mode="json"),
-            "result": {fact: short(value) for fact, value in record.items()},
-        }  # fmt: skip
-        save_adapter(
+    def _drafted(self, event: LaneFinished, early: Future[Draft] | None) -> Draft:
+        """What was written while the lane was scored; where memory didn't do for that, written now."""
+        if early is not None:
+            try:
+                return early.result()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        return self._draft(event.job, "adapter", event.adapter)
+
+    def _draft(self, job: LaneJob, name: str, adapter: Mapping[str, Tensor]) -> Draft:
+        return draft_adapter(
             self.folder(job) / name,
             adapter,
             job.lora,
@@ -163,10 +157,18 @@ class Recorder:
             base_name=self.recipe.model.name,
             tokenizer=self.tokenizer,
             stop_ids=self.tokens.stop_ids,
-            card=card,
-            written=written,
             tokenizer_files=self._tokenizer_files,
         )
+
+    def _finish_adapter(self, job: LaneJob, draft: Draft, record: Mapping[str, Any]) -> None:
+        card = {
+            "trial": job.trial, "fold": "all rows" if job.fold is None else job.fold,
+            "quantization": self.recipe.model.quantization,  # of the base: generate asks on the same
+            "settings": dict(self.trials[job.trial].settings), "lora": job.lora.model_dump(mode="json"),
+            "train": job.train.model_dump(mode="json"),
+            "result": {fact: short(value) for fact, value in record.items()},
+        }  # fmt: skip
+        finish_adapter(draft, card, job.lora, base_name=self.recipe.model.name)
 
     def folder(self, job: LaneJob) -> Path:
         """The lane's folder in the run."""
@@ -207,20 +209,6 @@ def record_memory(run: Run, event: PlanChanged | WaveSplit, *, allowed: Sequence
 def _only(scores: RowScores, rows: NDArray[np.int64]) -> RowScores:
     place = np.searchsorted(scores.rows, rows)
     return RowScores(rows, scores.nll[place], scores.targets[place], scores.hits[place])
-
-
-def _write(file: Path, fetch: Callable[[], Mapping[str, Tensor]]) -> Written:
-    return write_weights(file, fetch())
-
-
-def _written(early: Future[Written], file: Path, adapter: Mapping[str, Tensor]) -> Written:
-    """What was written while the lane was scored; where memory didn't do for that, written now."""
-    try:
-        return early.result()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    return write_weights(file, adapter)
 
 
 def _lane(job: LaneJob) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from crosstune.cli import main
 from crosstune.crossval import cross_validate
 from crosstune.data.tokens import Tokens
 from crosstune.errors import LaneFailed, RecipeError, RunError
+from crosstune.export.folder import Draft
 from crosstune.fitting.fit import fit
 from crosstune.interrupt import Interrupted
 from crosstune.nested import nested_cross_validate
@@ -89,14 +90,14 @@ def no_score(patch: pytest.MonkeyPatch) -> None:
 
 def no_save(patch: pytest.MonkeyPatch) -> None:
     """Fold 1's adapter can't be written, for a reason that has nothing to do with the disk."""
-    real = record_module.save_adapter
+    real = record_module.finish_adapter
 
-    def save_adapter(folder: Path, *args: Any, **how: Any) -> None:
-        real(folder, *args, **how)
-        if "fold-1" in str(folder):
+    def finish_adapter(draft: Draft, *args: Any, **how: Any) -> None:
+        real(draft, *args, **how)
+        if "fold-1" in str(draft.final):
             raise IndexError("no such tensor")
 
-    patch.setattr(record_module, "save_adapter", save_adapter)
+    patch.setattr(record_module, "finish_adapter", finish_adapter)
 
 
 @pytest.mark.parametrize(

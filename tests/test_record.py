@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from crosstune import record as record_module
 from crosstune.crossval import cross_validate
 from crosstune.errors import LaneFailed, RunError
-from crosstune.export.folder import CHECKSUMS, wrong_checksums
+from crosstune.export import folder as folder_module
+from crosstune.export.folder import CHECKSUMS, Draft, wrong_checksums
 from crosstune.fitting import record as fit_record_module
 from crosstune.fitting.fit import fit
 from crosstune.interrupt import Interrupts
@@ -34,7 +35,7 @@ from tests.kill_run import digests
 from tests.lanes import Outcome, PlanOf, Shrinking, fold_job, fp32_base, random_tokens
 from tests.test_faults import asked
 
-real_save = record_module.save_adapter
+real_save, real_finish = fit_record_module.save_adapter, record_module.finish_adapter
 
 
 @pytest.mark.parametrize("do", [cross_validate, partial(fit, seeds=[1, 2, 3])], ids=["run", "fit"])
@@ -58,21 +59,23 @@ def test_a_tokenizers_files_are_made_once_and_each_adapter_has_them(
         assert digests(tmp_path / "own").items() <= digests(adapter).items()
 
 
-def all_at_once(parties: int, patch: pytest.MonkeyPatch, module: Any = record_module) -> None:
-    """No adapter is saved unless so many are being saved."""
-    met = threading.Barrier(parties, timeout=60)
+def all_at_once(
+    parties: int, patch: pytest.MonkeyPatch, module: Any = record_module, name: str = "finish_adapter"
+) -> None:
+    """No adapter is finished unless so many are being finished."""
+    met, real = threading.Barrier(parties, timeout=60), getattr(module, name)
 
-    def save_adapter(folder: Path, *args: Any, **how: Any) -> None:
+    def together(*args: Any, **how: Any) -> None:
         met.wait()
-        real_save(folder, *args, **how)
+        real(*args, **how)
 
-    patch.setattr(module, "save_adapter", save_adapter)
+    patch.setattr(module, name, together)
 
 
 def test_adapters_of_a_fit_are_saved_side_by_side(
     tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    all_at_once(3, monkeypatch, fit_record_module)
+    all_at_once(3, monkeypatch, fit_record_module, "save_adapter")
     fits = fit(asked(tiny, cases, tmp_path / "fit"), seeds=[1, 2, 3], progress=Quiet()).fits
     assert len(fits) == 3 and not [one for one in fits if wrong_checksums(one.adapter)]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("crosstune-writer")]
@@ -99,11 +102,11 @@ def test_lines_come_in_the_order_of_the_lanes_each_after_its_folder_though_all_a
 ) -> None:
     met, real_record, lines = threading.Barrier(3, timeout=60), Run.record, []
 
-    def save_adapter(folder: Path, *args: Any, **how: Any) -> None:
-        if folder.name == "adapter":
+    def finish_adapter(draft: Draft, *args: Any, **how: Any) -> None:
+        if draft.final.name == "adapter":
             met.wait()  # for the other two lanes
-            time.sleep(0.5 * ("fold-0" in str(folder)))
-        real_save(folder, *args, **how)
+            time.sleep(0.5 * ("fold-0" in str(draft.final)))
+        real_finish(draft, *args, **how)
 
     def record(self: Run, event: str, *args: Any, **fields: Any) -> None:
         if event == "lane_finished":
@@ -113,7 +116,7 @@ def test_lines_come_in_the_order_of_the_lanes_each_after_its_folder_though_all_a
         lines.append((event, fields.get("fold")))
         real_record(self, event, *args, **fields)
 
-    monkeypatch.setattr(record_module, "save_adapter", save_adapter)
+    monkeypatch.setattr(record_module, "finish_adapter", finish_adapter)
     monkeypatch.setattr(Run, "record", record)
     assert not cross_validate(asked(tiny, cases, tmp_path / "run", train=train), progress=Quiet()).failed
     finished = [("lane_finished", fold) for fold in (0, 1, 2)]
@@ -163,6 +166,49 @@ def test_a_power_cut_after_a_lanes_line_takes_no_folder_of_it(
     assert checked == [0, 1, 2]
 
 
+def test_all_of_an_adapters_folder_but_its_card_is_on_the_disk_before_the_lane_is_scored_and_each_file_is_flushed_once(
+    tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, str]] = []  # the file, and when
+    sync, score = folder_module.sync, wave_module.score_lanes
+    draft, finish = record_module.draft_adapter, record_module.finish_adapter
+    drafted, finished = threading.Semaphore(0), threading.Event()
+
+    def flush(place: Path) -> None:
+        sync(place)
+        if "fold-1" in place.parts:
+            flushed.append((place.name, "finish" if finished.is_set() else "draft"))
+
+    def draft_adapter(*args: Any, **how: Any) -> Draft:
+        made = draft(*args, **how)
+        drafted.release()
+        return made
+
+    def finish_adapter(draft: Draft, *args: Any, **how: Any) -> None:
+        if "fold-1" in draft.final.parts:
+            finished.set()
+        finish(draft, *args, **how)
+
+    def score_lanes(*args: Any, **how: Any) -> Any:
+        for _ in range(3):
+            assert drafted.acquire(timeout=60)
+        return score(*args, **how)
+
+    for module, name, watched in (
+        (folder_module, "sync", flush),
+        (record_module, "draft_adapter", draft_adapter),
+        (record_module, "finish_adapter", finish_adapter),
+        (wave_module, "score_lanes", score_lanes),
+    ):
+        monkeypatch.setattr(module, name, watched)
+    assert not cross_validate(asked(tiny, cases, tmp_path / "run"), progress=Quiet()).failed
+    folder = tmp_path / "run" / "lanes" / "trial-0" / "fold-1" / "adapter"
+    files = {file.name for file in folder.rglob("*") if file.is_file()}
+    late = {"README.md", "crosstune.json", CHECKSUMS}
+    assert sorted(flushed) == sorted((name, "finish" if name in late else "draft") for name in files)
+    assert not wrong_checksums(folder)
+
+
 def test_a_score_that_is_told_twice_in_one_sitting_is_one_line(
     tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,15 +228,15 @@ def test_a_score_that_is_told_twice_in_one_sitting_is_one_line(
 def test_a_disk_that_refuses_one_lane_ends_the_run_when_all_threads_are_done_and_lanes_before_it_are_kept(
     tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def save_adapter(folder: Path, *args: Any, **how: Any) -> None:
-        if "fold-1" in str(folder):
+    def finish_adapter(draft: Draft, *args: Any, **how: Any) -> None:
+        if "fold-1" in str(draft.final):
             raise RunError("no", "room")
-        time.sleep(0.5 * ("fold-2" in str(folder)))
-        real_save(folder, *args, **how)
+        time.sleep(0.5 * ("fold-2" in str(draft.final)))
+        real_finish(draft, *args, **how)
 
     recipe = asked(tiny, cases, tmp_path / "run")
     with monkeypatch.context() as patch, pytest.raises(RunError, match="no"):
-        patch.setattr(record_module, "save_adapter", save_adapter)
+        patch.setattr(record_module, "finish_adapter", finish_adapter)
         cross_validate(recipe, progress=Quiet())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("crosstune-writer")]
     stopped = Run.read(tmp_path / "run")
@@ -206,16 +252,16 @@ def test_a_disk_that_refuses_one_lane_ends_the_run_when_all_threads_are_done_and
 def test_memory_that_runs_out_while_an_adapter_is_written_early_costs_nothing(
     tiny: Path, cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, raised = record_module._write, []
+    real, raised = record_module.draft_adapter, []
 
-    def write(file: Path, fetch: Any) -> Any:
-        if "fold-1" in str(file):
-            raised.append(file)
+    def draft_adapter(folder: Path, *args: Any, **how: Any) -> Draft:
+        if "fold-1" in str(folder) and not raised:
+            raised.append(folder)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(file, fetch)
+        return real(folder, *args, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(record_module, "_write", write)
+        patch.setattr(record_module, "draft_adapter", draft_adapter)
         assert not cross_validate(asked(tiny, cases, tmp_path / "run"), progress=Quiet()).failed
     cross_validate(asked(tiny, cases, tmp_path / "alone"), progress=Quiet())
     assert len(raised) == 1

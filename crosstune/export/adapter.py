@@ -9,9 +9,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +18,10 @@ from peft import LoraConfig
 from transformers import GenerationConfig
 
 from crosstune.export.card import model_card, public_facts, public_name, versions
-from crosstune.export.folder import new_folder, sha256, write_checksums
+from crosstune.export.folder import Draft, write_checksums
 from crosstune.export.serve import serve_section, write_modelfile
 from crosstune.export.weights import write_tensors
 from crosstune.recipe.sections import Lora
-from crosstune.store.files import guard, make_folder, sync
 from crosstune.store.secrets import redact, redact_tree
 
 if TYPE_CHECKING:
@@ -38,14 +35,6 @@ KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weig
 ONE_AT_A_TIME = threading.Lock()  # for what libraries write: none of them says that two threads may do it at once
 
 
-@dataclass(frozen=True)
-class Written:
-    """A file of tensors on the disk, flushed, and its SHA-256."""
-
-    file: Path
-    digest: str
-
-
 class TokenizerFiles:
     """Writes a tokenizer's files into folder after folder: made once (75 ms for Llama 3's), then kept as bytes.
 
@@ -57,12 +46,13 @@ class TokenizerFiles:
         self._made: dict[Path, bytes] = {}  # by name within the folder
 
     def __call__(self, folder: Path) -> None:
-        if not self._made:
-            before = set(folder.rglob("*"))
-            self._tokenizer.save_pretrained(folder)
-            files = [file for file in folder.rglob("*") if file.is_file() and file not in before]
-            self._made = {file.relative_to(folder): file.read_bytes() for file in files}
-            return
+        with ONE_AT_A_TIME:
+            if not self._made:
+                before = set(folder.rglob("*"))
+                self._tokenizer.save_pretrained(folder)
+                files = [file for file in folder.rglob("*") if file.is_file() and file not in before]
+                self._made = {file.relative_to(folder): file.read_bytes() for file in files}
+                return
         for name, content in self._made.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
@@ -79,7 +69,6 @@ def save_adapter(
     stop_ids: Iterable[int],
     card: Mapping[str, Any],
     base_files: Mapping[str, str] | None = None,
-    written: Callable[[], Written] | None = None,
     tokenizer_files: TokenizerFiles | None = None,
 ) -> None:
     """Write a folder that `PeftModel.from_pretrained`, vLLM and llama.cpp's converter open.
@@ -92,42 +81,66 @@ def save_adapter(
     stop_ids      every token that ends an answer; all of them go into generation_config.json
     card          facts for README.md: plain values, and mappings, which become tables of their own
     base_files    SHA-256 of the base's weight files (`weights_checksums`): merging into others is then refused
-    written       waits for the tensors' file if another thread makes it (`write_weights`): it is moved into the folder
     tokenizer_files  the tokenizer's, if they were made before
     """
+    draft = draft_adapter(
+        folder,
+        tensors,
+        lora,
+        target_names=target_names,
+        base_name=base_name,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        base_files=base_files,
+        tokenizer_files=tokenizer_files,
+    )
+    finish_adapter(draft, card, lora, base_name=base_name)
+
+
+def draft_adapter(
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    lora: Lora,
+    *,
+    target_names: Iterable[str],
+    base_name: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    stop_ids: Iterable[int],
+    base_files: Mapping[str, str] | None = None,
+    tokenizer_files: TokenizerFiles | None = None,
+) -> Draft:
+    """What `save_adapter` writes before its card: nearly all, and on the disk, while a lane may still be scored."""
     names, base_name = sorted(set(target_names)), redact(base_name)  # a URL may hold a password
     _assert_whole(tensors, lora, names)
-    with new_folder(folder, marker=CONFIG) as work, guard("writing", Path(folder)):
+    draft = Draft(folder, marker=CONFIG)
+    with draft.filling() as work:
+        write_tensors(work / WEIGHTS, {key: _plain(tensor) for key, tensor in tensors.items()})
+        if tokenizer is not None:
+            (tokenizer_files or TokenizerFiles(tokenizer))(work)
         with ONE_AT_A_TIME:
             write_json(work / CONFIG, peft_config(lora, names, base_name))
-            if tokenizer is not None:
-                (tokenizer_files or TokenizerFiles(tokenizer))(work)
-                write_modelfile(work, tokenizer, stop_ids, source={"FROM": public_name(base_name), "ADAPTER": "."})
             write_generation_config(work, tokenizer, stop_ids)
+            if tokenizer is not None:
+                write_modelfile(work, tokenizer, stop_ids, source={"FROM": public_name(base_name), "ADAPTER": "."})
         if base_files:
             sums = "".join(f"{digest}  {name}\n" for name, digest in sorted(base_files.items()))
             (work / BASE_CHECKSUMS).write_text(sums, encoding="utf-8")
+        draft.settle()
+    return draft
+
+
+def finish_adapter(draft: Draft, card: Mapping[str, Any], lora: Lora, *, base_name: str) -> None:
+    """Write the card and the checksums, and put the folder in its place."""
+    base_name = redact(base_name)
+    with draft.filling() as work:
         facts = public_facts(redact_tree(dict(card)))
         write_json(work / FACTS, {"base": public_name(base_name), "card": facts, "versions": versions()}, sort=False)
         serve = serve_section("adapter", base_name=base_name, rank=lora.rank)
         text = model_card(facts, base_name=base_name, kind="adapter", serve=serve)
         (work / "README.md").write_text(text, encoding="utf-8")
-        weights = written() if written else write_weights(work / WEIGHTS, tensors)
-        weights.file.replace(work / WEIGHTS)
-        write_checksums(work, known={WEIGHTS: weights.digest})
-
-
-def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
-    """The tensors' file by itself: most of the time that an adapter's folder takes, for a thread of its own."""
-    plain = {key: _plain(tensor) for key, tensor in tensors.items()}
-    with guard("writing", file):
-        make_folder(file.parent)
-        write_tensors(file, plain)
-        with ThreadPoolExecutor(1) as other:  # the bytes are in memory still: hashed while the disk takes them
-            flushed = other.submit(sync, file)
-            digest = sha256(file)
-            flushed.result()
-    return Written(file, digest)
+        draft.settle()
+        write_checksums(work, known=draft.digests)
+        draft.put()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

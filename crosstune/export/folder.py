@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,26 +22,58 @@ CHECKSUMS = "SHA256SUMS"
 PIECE = 8 << 20  # bytes hashed at a time: other threads wait for Python's lock between pieces only
 
 
-@contextmanager
-def new_folder(path: str | os.PathLike[str], *, marker: str) -> Iterator[Path]:
-    """Yield an empty folder to fill; it takes the place of `path` when the block ends, and vanishes if the block fails.
+class Draft:
+    """A folder that is filled beside its place, in one go or in several, and takes the place once it is whole.
 
     A folder at `path` is replaced only if it is empty or holds a file `marker`, which tells that we wrote it.
     A symbolic link stays one: the folder is written where it leads.
     """
-    final = Path(path).resolve()
-    refuse_occupied(final, marker=marker)
-    with guard("writing", final):
-        make_folder(final.parent)
-        work = beside(final)
-        work.mkdir()
-    try:
+
+    def __init__(self, path: str | os.PathLike[str], *, marker: str) -> None:
+        self.final = Path(path).resolve()
+        self.digests: dict[str, str] = {}  # SHA-256 of the files that are flushed, by name
+        refuse_occupied(self.final, marker=marker)
+        with guard("writing", self.final):
+            make_folder(self.final.parent)
+            self.work = beside(self.final)
+            self.work.mkdir()
+
+    @contextmanager
+    def filling(self) -> Iterator[Path]:
+        """The folder to fill. It vanishes if the block fails."""
+        try:
+            with guard("writing", self.final):
+                yield self.work
+        except BaseException:
+            shutil.rmtree(self.work, ignore_errors=True)
+            raise
+
+    def settle(self) -> None:
+        """Flush and hash the files that are new: their bytes are in memory still, hashed while the disk takes them."""
+        new = [name for name in _names(self.work) if name not in self.digests]
+        with ThreadPoolExecutor(1) as other:
+            flushed = other.map(sync, [self.work / name for name in new])
+            digests = {name: sha256(self.work / name) for name in new}
+            list(flushed)
+        self.digests |= digests
+
+    def put(self) -> None:
+        """Flush what isn't flushed, then the folders that name it all, and take the place."""
+        for name in _names(self.work):
+            if name not in self.digests:
+                sync(self.work / name)
+        for place in [*(place for place in self.work.rglob("*") if place.is_dir()), self.work]:
+            sync_folder(place)
+        _put(self.work, self.final)
+
+
+@contextmanager
+def new_folder(path: str | os.PathLike[str], *, marker: str) -> Iterator[Path]:
+    """Yield an empty folder to fill (`Draft`); it takes the place of `path` when the block ends."""
+    draft = Draft(path, marker=marker)
+    with draft.filling() as work:
         yield work
-        with guard("writing", final):
-            _flush(work)
-            _put(work, final)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        draft.put()
 
 
 def refuse_occupied(path: Path, *, marker: str) -> None:
@@ -78,8 +111,7 @@ def write_checksums(folder: Path, known: Mapping[str, str] | None = None) -> Pat
     `known`: digests that need not be made again, by name.
     """
     known = known or {}
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != CHECKSUMS)
-    names = [file.relative_to(folder).as_posix() for file in files]
+    names = [file for file in _names(folder) if Path(file).name != CHECKSUMS]
     lines = [f"{known.get(name) or sha256(folder / name)}  {name}\n" for name in names]
     (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
     return folder / CHECKSUMS
@@ -124,9 +156,6 @@ def _put(work: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)  # a network disk may keep files that somebody reads: no fault of the new one
 
 
-def _flush(folder: Path) -> None:
-    """Flush every file to the disk, then the folders that name them."""
-    for file in sorted(place for place in folder.rglob("*") if place.is_file()):
-        sync(file)
-    for place in [*(place for place in folder.rglob("*") if place.is_dir()), folder]:
-        sync_folder(place)
+def _names(folder: Path) -> list[str]:
+    """Every file in a folder and in those below it."""
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())

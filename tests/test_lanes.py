@@ -12,7 +12,7 @@ import torch
 
 from crosstune.data.batches import collate
 from crosstune.model import block
-from crosstune.model.attach import attached
+from crosstune.model.attach import PEFT_PREFIX, attached
 from crosstune.model.base import Base, load_base
 from crosstune.model.initial import initial_a
 from crosstune.recipe.sections import Model
@@ -151,6 +151,22 @@ def test_lanes_values_are_drawn_where_they_lie_and_none_for_a_rehearsal(base, mo
         slots.shards[0].master_KP = slots.shards[0].copy_KP = slots.master_KP.to("meta")
         slots.reset({0: job.spec})
         assert len(drawn) == 2 * len(job.targets)
+
+
+def test_each_tensor_of_an_adapter_is_a_storage_of_its_own_so_that_writing_it_need_not_look_for_shared_ones(base):
+    spec = fold_job(base, 0).spec
+    with attached(base, [spec, fold_job(base, 1, lora=MIXED[3]).spec]) as slots:
+        for k in range(2):
+            slots.master_KP[k].normal_(generator=torch.Generator().manual_seed(k))
+            tensors = slots.adapter(k)
+            assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == len(tensors)
+            rank = slots.specs[k].lora.rank
+            for site in slots.sites:
+                a_KRI, b_KOR = slots.views(slots.master_KP, site)
+                name = f"{PEFT_PREFIX}{site.name}.lora"
+                assert torch.equal(tensors[f"{name}_A.weight"], a_KRI[k, :rank])
+                assert torch.equal(tensors[f"{name}_B.weight"], b_KOR[k, :, :rank])
+                assert all(tensor.is_contiguous() for tensor in tensors.values())
 
 
 @pytest.mark.gpu

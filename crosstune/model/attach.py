@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -231,12 +232,16 @@ class Slots:
     def adapter(self, k: int) -> dict[str, Tensor]:
         """Lane k's tensors under PEFT's names, on the CPU: `….lora_A.weight` (rank, in), `…B…` (out, rank)."""
         rank, wanted, tensors = self.specs[k].lora.rank, set(self.specs[k].targets), {}
-        rows = [_fetch(shard.master_KP[k])[None] for shard in self.shards]  # one transfer each
+        # Cut by NumPy: each of torch's views gives Python's lock away, up to 5 ms where another thread wants it. And as
+        # each tensor is a storage of its own then, safetensors needn't look by more views whether two overlap.
+        rows = [_fetch(shard.master_KP[k]).numpy() for shard in self.shards]  # one transfer each
         for site in self.sites:
             if site.name in wanted:
-                a_1RI, b_1OR = self.views(rows[site.place], site)
-                tensors[f"{PEFT_PREFIX}{site.name}.lora_A.weight"] = a_1RI[0, :rank]
-                tensors[f"{PEFT_PREFIX}{site.name}.lora_B.weight"] = b_1OR[0, :, :rank].contiguous()
+                a_P, b_P = rows[site.place][site.a_start :], rows[site.place][site.b_start :]
+                a_RI = a_P[: rank * site.in_features].reshape(rank, -1)
+                b_OR = b_P[: self.rank * site.out_features].reshape(-1, self.rank)[:, :rank]
+                tensors[f"{PEFT_PREFIX}{site.name}.lora_A.weight"] = torch.from_numpy(a_RI)
+                tensors[f"{PEFT_PREFIX}{site.name}.lora_B.weight"] = torch.from_numpy(np.ascontiguousarray(b_OR))
         return tensors
 
     def adapter_later(self, k: int) -> Callable[[], dict[str, Tensor]]:

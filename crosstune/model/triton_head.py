@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+# `target` and `weight` begin where a chunk of the positions does
+@triton.jit(do_not_specialize=["target", "weight"])
 def _judge(logits, target, weight, nll, hit, factor, WIDTH: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     begin, right = logits + row * WIDTH, tl.load(target + row)

@@ -1,5 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""elementwise.py's functions and dropout as Triton kernels. Imported only where Triton is: never name it elsewhere."""
+"""elementwise.py's functions and dropout as Triton kernels. Imported only where Triton is: never name it elsewhere.
+
+Triton compiles a kernel anew for an integer that is 1 or divisible by 16 where it wasn't before, and for a pointer by
+its alignment. What changes from pass to pass is exempt, so that no pass of another length compiles; widths are a
+model's own.
+"""
 
 from typing import Any
 
@@ -43,7 +48,7 @@ def _halves(place, inside, SIZE: tl.constexpr):
     return first, tl.load(place + SIZE // 2, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate(
     y, cos, sin, stride, rows,
     SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
@@ -63,18 +68,19 @@ def _rotate(
     tl.store(place + SIZE // 2, (second * cos_2 + first * sin_2).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["g_row", "g_head", "g_token", "start", "length", "rows"])
 def _rotate_back(
     g, cos, sin, out, g_row, g_head, g_token, out_stride, start, length, rows,
     SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
+    """`g_row`, `g_head`, `g_token` and `start` count whole heads, which says how they are aligned."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
     at = tl.arange(0, HALF)[None, :]
     half = at < SIZE // 2
     inside = (head < HEADS) & half
-    source = g + (token // length) * g_row + (token % length) * g_token + head * g_head + at
-    place = out + token * out_stride + start + head * SIZE + at
+    source = g + ((token // length) * g_row + (token % length) * g_token + head * g_head) * SIZE + at
+    place = out + token * out_stride + (start + head) * SIZE + at
     first, second = _halves(source, inside, SIZE)
     if TURN:
         turn = (token % rows) * SIZE + at
@@ -114,7 +120,7 @@ def _swiglu_backward(g, y, width, BLOCK: tl.constexpr):
     tl.store(g_at, (silu * up).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key", "lane_tokens"])
 def _dropout(x, key, columns, threshold, scale, out, lane_tokens, width, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -159,13 +165,20 @@ def rotate_back(grads: tuple[Tensor, Tensor, Tensor], cos_ND: Tensor, sin_ND: Te
     """Fill `out_NO`."""
     length, size, start = grads[0].shape[2], cos_ND.shape[-1], 0
     for place, grad in enumerate(grads):
-        grad = grad if grad.stride(3) == 1 else grad.contiguous()
+        grad = grad if _whole_heads(grad) else grad.contiguous()
         grid, options = _by_heads(len(out_NO), grad.shape[1], size)
-        strides = (*grad.stride()[:3], out_NO.stride(0))
+        heads = (stride // size for stride in grad.stride()[:3])
         _rotate_back[grid](
-            grad, cos_ND, sin_ND, out_NO, *strides, start, length, len(cos_ND), TURN=place < 2, **options
-        )
-        start += grad.shape[1] * size
+            grad, cos_ND, sin_ND, out_NO, *heads, out_NO.stride(0), start, length, len(cos_ND), TURN=place < 2,
+            **options,
+        )  # fmt: skip
+        start += grad.shape[1]
+
+
+def _whole_heads(grad_BhTD: Tensor) -> bool:
+    """Heads lie in one piece each, whole heads apart."""
+    *strides, along = grad_BhTD.stride()
+    return along == 1 and all(stride % grad_BhTD.shape[3] == 0 for stride in strides)
 
 
 def _by_heads(tokens: int, heads: int, size: int) -> tuple[tuple[int, int], dict[str, Any]]:

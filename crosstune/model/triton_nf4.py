@@ -14,7 +14,7 @@ from torch import Tensor
 _BLOCKS = 64  # statistics blocks a program: 64 x 32 bytes read, 64 x 64 numbers written
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _nf4(
     packed, absmax, code, absmax_2, code_2, offset, out, blocks,
     NESTED: tl.constexpr, BLOCKS: tl.constexpr, BYTES: tl.constexpr, BLOCKS_2: tl.constexpr,

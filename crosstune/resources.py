@@ -115,7 +115,10 @@ def open_workers(asked: Asked, tokenizer: Any, progress: Progress, interrupts: I
         from crosstune.workers.local import LocalWorkers
 
         return LocalWorkers(
-            _choose_place(asked), lambda place, layout: _base(asked, tokenizer, place, layout, progress), progress
+            _choose_place(asked),
+            lambda place, layout: _base(asked, tokenizer, place, layout, progress),
+            progress,
+            asked.model,
         )
     _spreads(asked)
     if asked.model is not None:
@@ -161,6 +164,8 @@ def make_plan(
     """
     place, free = workers.place()
     progress.say(f"device: {place}")
+    # Not before the free bytes were read: what is compiled takes some of the device
+    workers.warm_up(recipe.model, inputs.shape, dropout=any(trial.recipe.lora.dropout for trial in trials))
     plan = _plan_as_before(planned, recipe, inputs, trials, folds, place, free, progress)
     plan = settle_plan(plan, inputs.config, progress)
     workers.lay_out(plan)

@@ -20,7 +20,7 @@ ORDER = """
     data.lint.balance data.lint.embedding data.lint.base data.lint.settings data.lint.folds data.lint.report data.lint.rowpass
     data.lint.tokenpass data.lint.onepass
     store.journal store.lock store.same store.state store.writers store.tables store.run results.scores results.review
-    model.device model.triton_kernels model.triton_nf4 model.triton_head model.elementwise model.lanes model.lora model.repeatable model.attention model.packed model.decoder model.spread model.base model.shards model.initial model.frozen_int8 model.frozen model.bundle model.block model.fuse model.targets model.attach model.head
+    model.device model.triton_kernels model.triton_nf4 model.triton_head model.elementwise model.lanes model.lora model.repeatable model.attention model.packed model.decoder model.spread model.base model.shards model.initial model.frozen_int8 model.frozen model.bundle model.block model.launches model.warm model.fuse model.targets model.attach model.head
     train.lane train.recover train.events train.optimizer train.spread_optimizer train.cutting train.step train.ahead train.graph train.evaluate train.generate train.choice train.exam train.checkpoint train.state train.trace train.kernels train.quantized train.drill train.rehearse train.fault train.split train.once train.room train.wave train.run_wave
     workers.waves workers.local workers.worker workers.cluster workers.ray workers.examine workers.schedule
     export.folder export.card export.weights export.turns export.serve export.adapter export.changes export.saved export.merger

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")  # comes with torch's CUDA builds
 
-from crosstune.model import triton_head, triton_kernels, triton_nf4
+from tests.launch_keys import launched
 
 # Most shared memory of a block, KiB (docs.nvidia.com, CUDA C++ programming guide, technical specifications).
 GPUS = {"T4": (75, 64), "A100": (80, 163), "3090": (86, 99), "4090, L4": (89, 99), "H100": (90, 227)}
@@ -30,14 +30,5 @@ def test_every_kernel_compiles_for_it(gpu, dtype, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = {name: int(size) for name, size in (line.split() for line in done.stdout.splitlines())}
-    assert found.keys() == launched_kernels()
+    assert found.keys() == launched().keys()
     assert max(found.values()) <= kib << 10
-
-
-def launched_kernels() -> set[str]:
-    """Those that are launched; `_halves` is a part of others."""
-    from triton.runtime.jit import JITFunction
-
-    modules = (triton_head, triton_kernels, triton_nf4)
-    every = {name for module in modules for name, it in vars(module).items() if isinstance(it, JITFunction)}
-    return every - {"_halves"}

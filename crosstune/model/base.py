@@ -246,6 +246,12 @@ def adopt(model: Any, tokenizer: Any) -> Base:
     return base
 
 
+def norm_dtype(model: Any, otherwise: torch.dtype) -> torch.dtype:
+    """The type of a model's norms: some keep fp32 beside 16 bit."""
+    norms = (weight.dtype for name, weight in model.named_parameters() if name.endswith("norm.weight"))
+    return next(norms, otherwise)
+
+
 def hub_arguments(model: Model) -> dict[str, Any]:
     """`from_pretrained` arguments that say where: a hub id, a folder, or a GGUF file in a folder."""
     if model.name.endswith(".gguf"):

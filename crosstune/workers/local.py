@@ -10,9 +10,13 @@ from typing import Any
 from crosstune.data.tokens import Tokens
 from crosstune.memory.layout import Layout
 from crosstune.memory.plan import Plan
-from crosstune.model.base import Base
+from crosstune.memory.shape import ModelShape
+from crosstune.model.base import DTYPES, Base, norm_dtype
 from crosstune.model.device import Place, empty_cache, free_bytes
+from crosstune.model.launches import Launches
+from crosstune.model.warm import WarmUp, warm_up
 from crosstune.progress import Progress
+from crosstune.recipe.sections import Model
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import Event, GivenUp, Report
 from crosstune.train.fault import WaveFault
@@ -62,10 +66,16 @@ def run_waves(
 
 
 class LocalWorkers:
-    """This device and this process as the one worker. The base is loaded when it is first needed."""
+    """This device and this process as the one worker. The base is loaded when it is first needed.
 
-    def __init__(self, place: Place, load: Callable[[Place, Layout | None], Base], progress: Progress) -> None:
-        self._place, self._load_base, self._progress = place, load, progress
+    model   what `load` makes the base of, if that is in memory already
+    """
+
+    def __init__(
+        self, place: Place, load: Callable[[Place, Layout | None], Base], progress: Progress, model: Any = None
+    ) -> None:
+        self._place, self._load_base, self._progress, self._model = place, load, progress, model
+        self._warm_up: WarmUp | None = None
         self._base: Base | None = None
         self._layout: Layout | None = None
 
@@ -73,6 +83,8 @@ class LocalWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._warm_up is not None:
+            self._warm_up.end()
         if self._base is not None:
             self._base.release()
 
@@ -85,6 +97,13 @@ class LocalWorkers:
     def place(self) -> tuple[Place, int]:
         """The device, with all that was decided about it, and the bytes that are free on it."""
         return self._place, free_bytes(self._place.device)
+
+    def warm_up(self, model: Model, shape: ModelShape, *, dropout: bool) -> None:
+        """Begin to compile what the base's passes will need; `dropout`: of any lane."""
+        dtype = DTYPES[self._place.precision.value]
+        norms = dtype if self._model is None else norm_dtype(self._model, dtype)
+        nested = model.double_quant if model.quantization == "nf4" else None
+        self._warm_up = warm_up(Launches(self._place.device, shape, dtype, norms, nested, dropout))
 
     def lay_out(self, plan: Plan) -> None:
         """Load the base as the plan has it: on one device, or over several."""
@@ -99,6 +118,8 @@ class LocalWorkers:
     def _loaded(self) -> Base:
         if self._base is None:
             self._base = self._load_base(self._place, self._layout)
+        if self._warm_up is not None:
+            self._warm_up.until_scoring()
         return self._base
 
     def run_waves(
@@ -113,8 +134,12 @@ class LocalWorkers:
     ) -> None:
         """Train the waves in order. `given_up`: lanes may be ended early."""
         told: dict[str, Any] = {} if given_up is None else {"given_up": given_up}
-        self.apply(
-            lambda base: run_waves(
+
+        def train(base: Base) -> None:
+            if self._warm_up is not None:
+                self._warm_up.until_training()
+            run_waves(
                 base, waves, tokens, plan, report=report, progress=self._progress, checkpoints=checkpoints, **told
             )
-        )
+
+        self.apply(train)

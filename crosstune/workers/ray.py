@@ -23,9 +23,11 @@ from crosstune.data.tokens import Tokens
 from crosstune.errors import CrosstuneError, RunError
 from crosstune.interrupt import Interrupts
 from crosstune.memory.plan import Plan
+from crosstune.memory.shape import ModelShape
 from crosstune.memory.visible import show_gpus
 from crosstune.progress import Progress, stage
 from crosstune.recipe.recipe import Recipe
+from crosstune.recipe.sections import Model
 from crosstune.train.checkpoint import Checkpoints
 from crosstune.train.events import GivenUp, LanesOver, Report
 from crosstune.train.fault import WaveFault, reason_of
@@ -99,6 +101,9 @@ class RayWorkers:
         """The device of a worker, and the bytes that are free on the fullest of them."""
         found = [self._get(actor.place.remote()) for actor in self._actors]
         return found[0][0], min(free for _, free in found)
+
+    def warm_up(self, model: Model, shape: ModelShape, *, dropout: bool) -> None:
+        """A worker compiles a kernel when it first needs it."""
 
     def lay_out(self, plan: Plan) -> None:
         """Each worker has one GPU, and its base lies there."""

@@ -59,7 +59,7 @@ class WarmUp:
         _finish(self._scoring)
 
     def until_training(self) -> None:
-        """Wait for everything. CUDA graphs can't be recorded while another thread allocates."""
+        """Wait for everything: from here on nobody else allocates or launches on the device."""
         _finish(self._training)
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from crosstune import resources
 from crosstune.crossval import cross_validate
 from crosstune.interrupt import Interrupted
 from crosstune.memory.shape import ModelShape
-from crosstune.model import base
+from crosstune.model import base, warm
 from crosstune.model.launches import Launches
 from crosstune.model.warm import WarmUp, warm_up
 from crosstune.workers import local
@@ -124,14 +125,35 @@ def test_an_early_end_waits_for_nothing_and_begins_nothing():
     assert not seen
 
 
+def launches(model_type="llama"):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    shape = ModelShape.from_config({"model_type": model_type, "vocab_size": 384, **sizes})
+    return Launches(CPU, shape, torch.bfloat16, torch.bfloat16, True, True)
+
+
 def test_there_is_nothing_to_compile_without_a_gpu():
-    shape = ModelShape.from_config(
-        {
-            "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-            "num_attention_heads": 4, "vocab_size": 384,
-        }
-    )  # fmt: skip
-    assert warm_up(Launches(CPU, shape, torch.bfloat16, torch.bfloat16, None, True)) is None
+    assert warm_up(launches()) is None
+
+
+def test_there_is_nothing_to_compile_where_blocks_are_not_fused(monkeypatch):
+    monkeypatch.setattr(warm, "runs_triton", lambda _: True)
+    assert warm_up(launches("qwen3")) is None
+
+
+def test_where_no_kernel_compiles_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(warm, "runs_triton", lambda _: True)
+    warming = warm_up(launches())  # this computer has no GPU
+    warming.until_scoring()
+    warming.until_training()
+
+
+def test_where_no_thread_can_be_started_there_is_no_warm_up(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(warm, "runs_triton", lambda _: True)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    assert warm_up(launches()) is None
 
 
 @pytest.fixture

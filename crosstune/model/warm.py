@@ -25,7 +25,10 @@ def warm_up(launches: Launches) -> WarmUp | None:
     """Begin. None where passes launch none of these kernels: without a GPU, Triton, or fused blocks."""
     kind = kind_of(launches.device, launches.dtype)
     fused = launches.shape.fusable and FUSED_ON[kind] and runs_triton(torch.empty(0, device=launches.device))
-    return WarmUp(launches) if fused else None
+    try:
+        return WarmUp(launches) if fused else None
+    except RuntimeError:  # no thread can be started
+        return None
 
 
 class WarmUp:
@@ -49,7 +52,7 @@ class WarmUp:
 
     def _launch(self, launch: Launch, after: Sequence[Future[None]]) -> None:
         _finish(after)
-        # A new thread begins on the first device. An error that were kept would keep the tensors it met.
+        # A new thread begins on the first device. An error that is kept keeps the tensors it met.
         with suppress(Exception), _on(self._device):
             if not self._is_over:
                 launch()

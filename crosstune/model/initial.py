@@ -31,8 +31,9 @@ def draw_into(a_P: Tensor, seed: int, site: Site) -> None:
     """
     if a_P.device.type == "cpu":
         _draw(a_P, seed, site)
-    elif a_P.device.type == "cuda":
-        a_P.copy_(_draw(torch.empty(a_P.shape, pin_memory=True), seed, site), non_blocking=True)
+    elif not a_P.is_meta:
+        pinned = a_P.device.type == "cuda"
+        a_P.copy_(_draw(torch.empty(a_P.shape, pin_memory=pinned), seed, site), non_blocking=pinned)
 
 
 def drawers(devices: Iterable[torch.device]) -> ThreadPoolExecutor:

@@ -22,7 +22,7 @@ from crosstune import resources
 from crosstune.crossval import cross_validate
 from crosstune.interrupt import Interrupted
 from crosstune.memory.shape import ModelShape
-from crosstune.model import base, warm
+from crosstune.model import attention, base, warm
 from crosstune.model.launches import Launches
 from crosstune.model.warm import WarmUp, warm_up
 from crosstune.workers import local
@@ -32,8 +32,9 @@ PATIENCE = 20  # seconds; no test waits as long unless it fails
 CPU = torch.device("cpu")
 
 
-def begin(scoring, training=()):
-    return WarmUp(SimpleNamespace(device=CPU, of_scoring=lambda: scoring, of_training=lambda: training))
+def begin(scoring, training=(), libraries=((lambda: None),)):
+    every = {"libraries": libraries, "scoring": scoring, "training": training}
+    return WarmUp(SimpleNamespace(device=CPU, **{f"of_{name}": lambda it=it: it for name, it in every.items()}))
 
 
 def finishes(work) -> bool:
@@ -82,6 +83,25 @@ def test_scoring_is_waited_for_and_training_is_not():
     go.set()
     warming.until_training()
     assert seen[2:] == ["training"]
+
+
+def test_scoring_waits_for_the_first_library_and_training_for_the_others():
+    go, seen = threading.Event(), []
+    libraries = [lambda: seen.append("first"), lambda: go.wait(PATIENCE) and seen.append("other")]
+    warming = begin([], [], libraries)
+    warming.until_scoring()
+    assert seen == ["first"]
+    go.set()
+    warming.until_training()
+    assert seen == ["first", "other"]
+
+
+def test_the_libraries_kernels_are_run_without_a_trace(monkeypatch):
+    monkeypatch.setattr(attention, "takes_groups", lambda query: True)
+    state = torch.get_rng_state()
+    for launch in launches().of_libraries():
+        launch()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_training_begins_when_all_of_scoring_is_over():

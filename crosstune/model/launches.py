@@ -3,19 +3,23 @@
 A signature is types, whether pointers and widths are divisible by 16, and the constants that a wrapper chooses; nothing
 in it depends on how many tokens there are. Where the passes launch a kernel in another way, change it here as well:
 tests/test_warm.py compares the two.
+
+Beside them attention by PyTorch's libraries, whose kernels are loaded at their first use: on an H200's host cuDNN's took
+0.9 s, flash's backward pass 2.4 s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crosstune.memory.shape import ModelShape
+from crosstune.model.attention import gpu_attention
 
 Launch = Callable[[], None]
 
@@ -30,6 +34,22 @@ class Launches:
     norm_dtype: torch.dtype
     nested: bool | None
     dropout: bool  # of any lane
+
+    def of_libraries(self) -> list[Launch]:
+        """Those that nobody compiles."""
+        return [self.attend, self.attend_back]
+
+    def attend(self) -> None:
+        """A product, and attention without autograd."""
+        queries = self._attention(self._heads(128))
+        torch.mm(queries.flatten(0, -2), self._zeros(self.shape.head_dim, 64))
+
+    def attend_back(self) -> None:
+        """Attention forward and backward, over whole blocks of tokens and over part of one."""
+        for tokens in (128, 72):
+            leaves = [heads.requires_grad_() for heads in self._heads(tokens)]
+            out = self._attention(leaves)
+            torch.autograd.grad(out, leaves, torch.zeros_like(out))
 
     def of_scoring(self) -> list[Launch]:
         """Those of a pass without autograd."""
@@ -107,6 +127,15 @@ class Launches:
             state2=SimpleNamespace(absmax=absmax_2, code=code_2, blocksize=256),
         )  # fmt: skip
         triton_nf4.make(self._zeros(64, 32, dtype=torch.uint8), state, self._zeros(64, 64))
+
+    def _heads(self, tokens: int) -> list[Tensor]:
+        """Queries, keys and values."""
+        counts = (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
+        return [self._zeros(1, count, tokens, self.shape.head_dim) for count in counts]
+
+    def _attention(self, heads: Sequence[Tensor]) -> Tensor:
+        query, key, value = heads
+        return gpu_attention(nn.Module(), query, key, value, None, is_causal=True)[0]
 
     def _norm_weight(self) -> Tensor:
         return self._zeros(self.shape.hidden, dtype=self.norm_dtype)

@@ -1,7 +1,7 @@
-"""The Triton kernels of a training, compiled by threads of their own while its base is loaded or its plan is made.
+"""The kernels of a training, compiled and loaded by threads of their own while its base is loaded or its plan is made.
 
-At their first use they would be compiled one after another, inside the first passes: 5 to 7 s on an H200's host, more
-on smaller ones. ptxas, gcc and MLIR's passes let go of Python's lock, so threads overlap. Nothing is kept but what
+At their first use Triton's would be compiled one after another, inside the first passes: 5 to 7 s on an H200's host,
+more on smaller ones. ptxas, gcc and MLIR's passes let go of Python's lock, so threads overlap. Nothing is kept but what
 Triton keeps, and a kernel that doesn't compile says so where it is used, never here.
 """
 
@@ -41,9 +41,10 @@ class WarmUp:
     def __init__(self, launches: Launches) -> None:
         self._device, self._is_over = launches.device, False
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="kernels")
+        first, *others = self._submit(launches.of_libraries(), [])
         self._driver = self._pool.submit(_make_driver)
-        self._scoring = self._submit(launches.of_scoring(), [self._driver])
-        self._training = self._submit(launches.of_training(), self._scoring)
+        self._scoring = [first, *self._submit(launches.of_scoring(), [self._driver])]
+        self._training = [*others, *self._submit(launches.of_training(), self._scoring)]
         self._pool.shutdown(wait=False)  # the threads end with the work
 
     def _submit(self, launches: Sequence[Launch], after: Sequence[Future[None]]) -> list[Future[None]]:

@@ -4,8 +4,8 @@ A signature is types, whether pointers and widths are divisible by 16, and the c
 in it depends on how many tokens there are. Where the passes launch a kernel in another way, change it here as well:
 tests/test_warm.py compares the two.
 
-Beside them attention by PyTorch's libraries, whose kernels are loaded at their first use: on an H200's host cuDNN's took
-0.9 s, flash's backward pass 2.4 s.
+Beside them attention by PyTorch's libraries, whose kernels are loaded at their first use: on an H200's host cuDNN's
+took 0.9 s, flash's backward pass 2.4 s.
 """
 
 from __future__ import annotations

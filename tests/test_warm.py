@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,9 @@ from crosstune.crossval import cross_validate
 from crosstune.interrupt import Interrupted
 from crosstune.memory.shape import ModelShape
 from crosstune.model import attention, base, warm
+from crosstune.model import launches as ahead
 from crosstune.model.launches import Launches
+from crosstune.model.repeatable import FLASH
 from crosstune.model.warm import WarmUp, warm_up
 from crosstune.workers import local
 from tests.tiny import CASES
@@ -96,12 +99,17 @@ def test_scoring_waits_for_the_first_library_and_training_for_the_others():
     assert seen == ["first", "other"]
 
 
-def test_the_libraries_kernels_are_run_without_a_trace(monkeypatch):
-    monkeypatch.setattr(attention, "takes_groups", lambda query: True)
-    state = torch.get_rng_state()
-    for launch in launches().of_libraries():
+def test_no_setting_of_pytorchs_changes_while_others_compute(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "set_deterministic_debug_mode", seen.append)
+    for module in (attention, ahead):
+        monkeypatch.setattr(module, "takes_groups", lambda query: True)
+    monkeypatch.setattr(ahead, "kernel_of", lambda *_: FLASH)
+    back, real = [], ahead.fused_gradients
+    monkeypatch.setattr(ahead, "fused_gradients", lambda *given: back.append(real(*given)))
+    for launch in replace(launches(), device=torch.device("meta")).of_libraries():
         launch()
-    assert torch.equal(torch.get_rng_state(), state)
+    assert len(back) == 2 and not seen
 
 
 def test_training_begins_when_all_of_scoring_is_over():

@@ -61,9 +61,8 @@ def gpu_attention(
 
     A frozen base has no dropout.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and (attention_mask is not None or not takes_groups(query)):
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if attention_mask is not None or not takes_groups(query):
+        key, value = for_every_head(query, key), for_every_head(query, value)
     causal = bool(module.is_causal) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
     out = attend(query, key, value, mask=attention_mask, causal=causal, scale=scaling)
@@ -73,6 +72,12 @@ def gpu_attention(
 def takes_groups(query: Tensor) -> bool:
     """The kernel for these takes fewer key heads than query heads, where there is no mask."""
     return query.dtype != torch.float32 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def for_every_head(query: Tensor, key: Tensor) -> Tensor:
+    """Keys or values of every query head."""
+    groups = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(groups, 1) if groups > 1 else key
 
 
 def short_rows_attention(

@@ -10,7 +10,7 @@ took 0.9 s, flash's backward pass 2.4 s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from crosstune.memory.shape import ModelShape
-from crosstune.model.attention import gpu_attention
+from crosstune.model.attention import for_every_head, gpu_attention, takes_groups
+from crosstune.model.repeatable import FUSED, fused_attention, fused_gradients, kernel_of
 
 Launch = Callable[[], None]
 
@@ -40,16 +41,23 @@ class Launches:
         return [self.attend, self.attend_back]
 
     def attend(self) -> None:
-        """A product, and attention without autograd."""
-        queries = self._attention(self._heads(128))
-        torch.mm(queries.flatten(0, -2), self._zeros(self.shape.head_dim, 64))
+        """Attention without autograd."""
+        query, key, value = self._heads(128)
+        gpu_attention(nn.Module(), query, key, value, None, is_causal=True)
 
     def attend_back(self) -> None:
-        """Attention forward and backward, over whole blocks of tokens and over part of one."""
+        """Its backward pass, over whole blocks of tokens and over part of one.
+
+        Not by autograd, which would have all that other threads compute meanwhile add in one order too.
+        """
         for tokens in (128, 72):
-            leaves = [heads.requires_grad_() for heads in self._heads(tokens)]
-            out = self._attention(leaves)
-            torch.autograd.grad(out, leaves, torch.zeros_like(out))
+            query, key, value = self._heads(tokens)
+            if not takes_groups(query):
+                key, value = for_every_head(query, key), for_every_head(query, value)
+            how = (True, None, kernel_of(query, key, value, None, True, None))
+            if how[2] in FUSED:
+                out, kept = fused_attention(query, key, value, None, how)
+                fused_gradients(out, (query, key, value, out), kept, how)
 
     def of_scoring(self) -> list[Launch]:
         """Those of a pass without autograd."""
@@ -132,10 +140,6 @@ class Launches:
         """Queries, keys and values."""
         counts = (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
         return [self._zeros(1, count, tokens, self.shape.head_dim) for count in counts]
-
-    def _attention(self, heads: Sequence[Tensor]) -> Tensor:
-        query, key, value = heads
-        return gpu_attention(nn.Module(), query, key, value, None, is_causal=True)[0]
 
     def _norm_weight(self) -> Tensor:
         return self._zeros(self.shape.hidden, dtype=self.norm_dtype)

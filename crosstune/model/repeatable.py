@@ -12,7 +12,7 @@ Shapes: B rows, h query heads, g key heads, T tokens, D head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +25,17 @@ FLASH, CUDNN, EFFICIENT = (
     int(kernel.value)
     for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 )
+FUSED = (FLASH, CUDNN, EFFICIENT)
+How = tuple[bool, float | None, int]  # causal, scale, kernel
 ALIGNED = 8  # numbers: the memory-efficient kernel reads masks in such pieces, flash heads
 
 
 @contextmanager
 def in_one_order() -> Iterator[None]:
-    """Kernels of this block add up in one order where they can; those that can't raise RuntimeError."""
+    """Kernels of this block add up in one order where they can; those that can't raise RuntimeError.
+
+    PyTorch's setting is the process's: no other thread may compute meanwhile.
+    """
     settings: Any = torch.utils.deterministic
     mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
@@ -56,7 +61,7 @@ def attend(
     is_known = query.shape[-1] % ALIGNED == 0 and query.shape[-1] == value.shape[-1]
     if learns and is_known and query.device.type != "cpu":
         kernel = kernel_of(query, key, value, mask, causal, scale)
-        if kernel in (FLASH, CUDNN, EFFICIENT):
+        if kernel in FUSED:
             return Repeatable.apply(query, key, value, mask, (causal, scale, kernel))
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
@@ -69,46 +74,63 @@ class Repeatable(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: tuple[bool, float | None, int]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How
     ) -> Tensor:
-        causal, scale, kernel = how
-        aten, bias = torch.ops.aten, None
-        if kernel == EFFICIENT:
-            bias = None if mask is None else _bias(mask, query, key)
-            out, lse, *random = aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, True, 0.0, causal, scale=scale
-            )
-        elif kernel == CUDNN:
-            out, lse, *_, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
-                query, key, value, None, True, 0.0, causal, False, scale=scale
-            )
-            lse, random = lse.view(query.shape[:3]), [seed, offset]
-        else:
-            out, lse, *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-                query, key, value, 0.0, causal, False, scale=scale
-            )
-            random = [seed, offset]
-        ctx.save_for_backward(query, key, value, bias, out, lse, *random)
+        out, kept = fused_attention(query, key, value, mask, how)
+        ctx.save_for_backward(query, key, value, out, *kept)
         ctx.how = how
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, bias, out, lse, *random = ctx.saved_tensors
-        causal, scale, kernel = ctx.how
-        aten = torch.ops.aten
+        query, key, value, out, *kept = ctx.saved_tensors
         with in_one_order():
-            if kernel == EFFICIENT:
-                grads = aten._scaled_dot_product_efficient_attention_backward(
-                    grad, query, key, value, bias, out, lse, *random, 0.0, [True, True, True, False], causal,
-                    scale=scale,
-                )[:3]  # fmt: skip
-            else:
-                sizes = (None, None, query.shape[2], key.shape[2])
-                grads = aten._scaled_dot_product_flash_attention_backward(
-                    grad, query, key, value, out, lse, *sizes, 0.0, causal, *random, scale=scale
-                )
-        return *grads, None, None
+            return *fused_gradients(grad, (query, key, value, out), kept, ctx.how), None, None
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How
+) -> tuple[Tensor, list[Tensor | None]]:
+    """(what attention gives, what its backward pass wants besides)."""
+    causal, scale, kernel = how
+    aten = torch.ops.aten
+    if kernel == EFFICIENT:
+        bias = None if mask is None else _bias(mask, query, key)
+        out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, 0.0, causal, scale=scale
+        )
+        return out, [lse, seed, offset, bias]
+    if kernel == CUDNN:
+        out, lse, *_, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=scale
+        )
+        return out, [lse.view(query.shape[:3]), seed, offset, None]
+    out, lse, *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, causal, False, scale=scale
+    )
+    return out, [lse, seed, offset, None]
+
+
+def fused_gradients(
+    grad: Tensor, given: tuple[Tensor, Tensor, Tensor, Tensor], kept: Sequence[Tensor | None], how: How
+) -> list[Tensor]:
+    """Gradients of `given`'s queries, keys and values; the fourth is what attention gave."""
+    query, key, *_ = given
+    lse, seed, offset, bias = kept
+    causal, scale, kernel = how
+    aten = torch.ops.aten
+    if kernel == EFFICIENT:
+        wanted = [True, True, True, False]
+        *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, *given[:3], bias, given[3], lse, seed, offset, 0.0, wanted, causal, scale=scale
+        )
+        return grads
+    sizes = (None, None, query.shape[2], key.shape[2])
+    return list(
+        aten._scaled_dot_product_flash_attention_backward(
+            grad, *given, lse, *sizes, 0.0, causal, seed, offset, scale=scale
+        )
+    )
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

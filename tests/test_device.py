@@ -13,7 +13,15 @@ from crosstune.memory import gpus as gpus_module
 from crosstune.memory.gpus import GIB, GPUS, find_gpu, free_ram_bytes, parse_bytes, present_gpus
 from crosstune.memory.precision import attention_kernel, choose_precision
 from crosstune.memory.visible import best_gpu, choose_gpu, show_gpus, visible_gpus
-from crosstune.model.device import choose_device, free_bytes, live_bytes, live_tensors, named_device, peak_bytes
+from crosstune.model.device import (
+    choose_device,
+    free_bytes,
+    live_bytes,
+    live_tensors,
+    named_device,
+    peak_bytes,
+    pinned_memory,
+)
 from crosstune.recipe.sections import Device
 
 
@@ -230,3 +238,17 @@ def test_bytes_of_this_process():
     assert live_tensors("cpu")[(32 << 20,), "float32"] >= block.nbytes
     del block
     assert ((32 << 20,), "float32") not in live_tensors("cpu")
+
+
+def test_where_no_more_memory_can_be_pinned_plain_memory_is_taken(monkeypatch):
+    real, asked = torch.empty, []
+
+    def full(*size, pin_memory=False):
+        asked.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*size)
+
+    monkeypatch.setattr(torch, "empty", full)
+    assert pinned_memory(7).shape == (7,)
+    assert asked == [True, False]

@@ -11,6 +11,7 @@ import torch
 from bench.memory.grid import MODELS
 from bench.shapes import fill
 from crosstune.memory.estimate import Settings
+from crosstune.model.attention import attention_name
 from crosstune.model.base import DTYPES, Base
 
 
@@ -39,7 +40,7 @@ def random_base(config: dict[str, Any], settings: Settings, device: torch.device
     known = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
     dtype = DTYPES[settings.precision]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation=attention_name(device, dtype))
     base = Base(fill(model, settings.quantization, device), None, device, dtype, config["model_type"])
     base.freeze()
     return base

@@ -23,6 +23,7 @@ from crosstune.errors import ModelError
 from crosstune.model.base import Base
 from crosstune.model.block import FUSED_ON, FusedBlock, kind_of
 from crosstune.model.bundle import Bundle, BundledLinear
+from crosstune.model.device import pinned_memory
 from crosstune.model.frozen_int8 import keep_inputs_again, keep_no_inputs
 from crosstune.model.fuse import fuse, swap
 from crosstune.model.initial import draw_into, drawers
@@ -299,7 +300,7 @@ def _fetch(row_P: Tensor) -> Tensor:
     row_P = row_P.detach()
     if row_P.device.type != "cuda":
         return row_P.to("cpu", copy=True)
-    fetched_P = torch.empty(row_P.shape, dtype=row_P.dtype, pin_memory=True)
+    fetched_P = pinned_memory(row_P.shape)
     fetched_P.copy_(row_P, non_blocking=True)
     torch.cuda.current_stream(row_P.device).synchronize()
     return fetched_P

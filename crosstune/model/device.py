@@ -137,6 +137,17 @@ def machine_of(device: torch.device) -> Machine:
     return this_cpu()
 
 
+def pinned_memory(size: int | torch.Size) -> torch.Tensor:
+    """fp32 numbers in memory that a GPU reads and writes by itself; in plain memory where no more can be pinned.
+
+    Pinned pages take some of the device's memory, which may be full.
+    """
+    try:
+        return torch.empty(size, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(size)
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process may use on the device in all: what is free, and what it holds already."""
     if device.type == "cuda":

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from crosstune.model.device import pinned_memory
 from crosstune.model.shards import Site
 
 DRAWERS = min(16, os.cpu_count() or 1)
@@ -31,9 +32,10 @@ def draw_into(a_P: Tensor, seed: int, site: Site) -> None:
     """
     if a_P.device.type == "cpu":
         _draw(a_P, seed, site)
+    elif a_P.device.type == "cuda":
+        a_P.copy_(_draw(pinned_memory(a_P.shape), seed, site), non_blocking=True)
     elif not a_P.is_meta:
-        pinned = a_P.device.type == "cuda"
-        a_P.copy_(_draw(torch.empty(a_P.shape, pin_memory=pinned), seed, site), non_blocking=pinned)
+        a_P.copy_(_draw(torch.empty(a_P.shape), seed, site))
 
 
 def drawers(devices: Iterable[torch.device]) -> ThreadPoolExecutor:

@@ -1,11 +1,11 @@
 """Attention on a GPU whose gradients are the same bits each time.
 
-PyTorch's fast kernels cut the backward pass into blocks of keys, and each block adds its share to the queries' gradient
-atomically, in the order in which blocks happen to end. On an H200, 5 of 12 passes gave other gradients than the first at
-512 tokens a row, 10 of 12 at 2,048, and a run that went on after a kill wouldn't have been the run without it. The flash
-and the memory-efficient kernel can add in one order, for `torch.use_deterministic_algorithms`; cuDNN's can't in PyTorch
-(docs/source/notes/randomness.rst). So forward passes take the kernel that PyTorch chooses, and backward ones flash's in
-cuDNN's place: both keep the same log-sum-exp.
+PyTorch's fast kernels cut the backward pass into blocks of keys, and each block adds its share to the queries'
+gradient atomically, in the order in which blocks happen to end. On an H200, 5 of 12 passes gave other gradients than
+the first at 512 tokens a row, 10 of 12 at 2,048, and a run that went on after a kill wasn't the run without it. The
+flash and the memory-efficient kernel can add in one order, for `torch.use_deterministic_algorithms`; cuDNN's can't in
+PyTorch (docs/source/notes/randomness.rst). So forward passes take the kernel that PyTorch chooses, and backward ones
+flash's in cuDNN's place: both keep the same log-sum-exp.
 
 Shapes: B rows, h query heads, g key heads, T tokens, D head.
 """

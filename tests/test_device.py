@@ -243,12 +243,13 @@ def test_bytes_of_this_process():
 def test_where_no_more_memory_can_be_pinned_plain_memory_is_taken(monkeypatch):
     real, asked = torch.empty, []
 
-    def full(*size, pin_memory=False):
+    def full(*size, pin_memory=False, **more):
         asked.append(pin_memory)
         if pin_memory:
             raise RuntimeError("CUDA error: out of memory")
-        return real(*size)
+        return real(*size, **more)
 
     monkeypatch.setattr(torch, "empty", full)
-    assert pinned_memory(7).shape == (7,)
+    found = pinned_memory(7, torch.int64)
+    assert (found.shape, found.dtype) == ((7,), torch.int64)
     assert asked == [True, False]

@@ -137,15 +137,15 @@ def machine_of(device: torch.device) -> Machine:
     return this_cpu()
 
 
-def pinned_memory(size: int | torch.Size) -> torch.Tensor:
-    """fp32 numbers in memory that a GPU reads and writes by itself; in plain memory where no more can be pinned.
+def pinned_memory(size: int | torch.Size, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers in memory that a GPU reads and writes by itself; in plain memory where no more can be pinned.
 
     Pinned pages take some of the device's memory, which may be full.
     """
     try:
-        return torch.empty(size, pin_memory=True)
+        return torch.empty(size, dtype=dtype, pin_memory=True)
     except RuntimeError:
-        return torch.empty(size)
+        return torch.empty(size, dtype=dtype)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -16,6 +16,7 @@ from crosstune.data.batches import Batch, PassSize, Unit
 from crosstune.data.tokens import Tokens
 from crosstune.model.attach import Slots
 from crosstune.model.base import Base
+from crosstune.model.device import pinned_memory
 from crosstune.model.head import head_loss
 from crosstune.model.lanes import Lanes
 from crosstune.model.packed import Rows
@@ -57,7 +58,9 @@ class DeviceBatch:
             if array is None:
                 return None
             tensor = torch.from_numpy(array)
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+            if device.type != "cuda":
+                return tensor.to(device)
+            return pinned_memory(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
 
         tensors: dict[str, Any] = {name: move(getattr(batch, name)) for name in TENSORS}
         ends = [] if batch.ends_K is None else batch.ends_K.tolist()

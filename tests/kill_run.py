@@ -1,7 +1,7 @@
 """Kill a cross-validation at random moments, go on each time until it is done, and compare with one left alone.
 
     python tests/kill_run.py --kills 200
-    python tests/kill_run.py --kills 10 --device cuda --precision bf16
+    python tests/kill_run.py --kills 10 --device cuda --precision bf16 --longer 100
 
 Half of the kills come at a random time, half at a random write, flush or rename inside the run, before, in the middle
 of, or after it. After each kill every file in the run folder must be readable; at the end scores, out-of-fold losses,
@@ -45,6 +45,15 @@ def recipe_for(folder: Path, model: Path, device: dict[str, Any]) -> dict[str, A
         "device": {"kind": "cpu", "lanes": 2, **device},
         "output": str(folder),
     }
+
+
+def with_longer_answers(recipe: dict[str, Any], times: int, file: Path) -> dict[str, Any]:
+    """The same on rows whose answers are written `times` over: attention on a GPU takes such rows in several blocks."""
+    rows = [json.loads(line) for line in Path(recipe["data"]["path"]).read_text().splitlines()]
+    for row in rows:
+        row["messages"][-1]["content"] *= times
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {**recipe, "data": {"path": str(file), "max_tokens": 2048}}
 
 
 def as_sweep(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -261,6 +270,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="auto")
+    parser.add_argument("--longer", type=int, default=1, metavar="N", help="write each answer N times over")
     parser.add_argument("--sweep", action="store_true", help="four trials with pruning and written answers")
     parser.add_argument(
         "--full", type=int, metavar="N", help="in place of kills: the disk is full from every N-th write on"
@@ -275,6 +285,8 @@ def main() -> None:
         make_model(model)
         device = {"kind": asked.device, "precision": asked.precision}
         recipe = recipe_for(Path(place) / "run", model, device)
+        if asked.longer > 1:
+            recipe = with_longer_answers(recipe, asked.longer, Path(place) / "longer.jsonl")
         if asked.full:
             fill_disk_and_resume(recipe, stride=asked.full, say=print)
             return

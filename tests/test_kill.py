@@ -56,7 +56,7 @@ def test_a_disk_that_is_full_from_any_write_on_is_said_and_nothing_is_lost() -> 
 
 @pytest.mark.gpu
 def test_killed_10_times_on_the_gpu_the_run_ends_in_the_same_bytes() -> None:
-    assert kill(10, "--device", "cuda", timeout=1800).startswith("10 kills")
+    assert kill(10, "--device", "cuda", "--longer", "100", timeout=1800).startswith("10 kills")
 
 
 def command(recipe: Path, *more: str) -> subprocess.Popen[str]:

@@ -1,10 +1,14 @@
 """Attention with repeated heads: transformers' own sdpa is the oracle."""
 
+import inspect
+
 import pytest
 import torch
 
-from crosstune.model import attention
-from crosstune.model.attention import ON_GPU, attention_name, register, takes_groups
+from crosstune.model import attention, base
+from crosstune.model.attention import ON_GPU, attention_name, gpu_attention, register, takes_groups
+from crosstune.model.base import adopt, load_base
+from crosstune.recipe.sections import Model
 from tests.tiny import make_tiny
 
 
@@ -36,3 +40,88 @@ def test_gpus_share_one_attention_and_only_the_flash_kernel_takes_groups(monkeyp
     assert not takes_groups(query.float())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not takes_groups(query.half())
+
+
+def small(kind):
+    """A model whose code asks whether its attention is called sdpa."""
+    from transformers import AutoConfig
+
+    sizes = {
+        "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48,
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 3, "n_routed_experts": 4, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 2,
+    } if kind != "falcon" else {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}  # fmt: skip
+    try:
+        return AutoConfig.for_model(kind, **sizes)
+    except ValueError:
+        pytest.skip(f"this transformers has no {kind}")
+
+
+@pytest.mark.parametrize("kind", ["falcon", "deepseek_v32"])
+@pytest.mark.parametrize("passed_in", [False, True])
+def test_a_model_that_asks_for_sdpa_by_its_name_keeps_it(tmp_path, monkeypatch, kind, passed_in):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(attention, "takes_groups", lambda query: True)
+    monkeypatch.setattr(base, "attention_name", lambda device, dtype: register() or ON_GPU)
+    torch.manual_seed(0)
+    model, ids = AutoModelForCausalLM.from_config(small(kind)).eval(), torch.arange(24).view(2, 12)
+    expected = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    if passed_in:
+        found = adopt(model, None)
+    else:
+        model.save_pretrained(tmp_path)
+        found = load_base(Model(name=str(tmp_path)), None, device=torch.device("cpu"), precision="fp32")
+    assert torch.allclose(found.hidden(ids), expected, atol=1e-6)
+
+
+def heads(length, keys):
+    torch.manual_seed(0)
+    return [torch.randn(2, count, size, 8) for count, size in ((4, length), (2, keys), (2, keys))]
+
+
+def both(query, key, value, mask, **more):
+    """(ours, transformers' own)"""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 2
+    return [forward(module, query, key, value, mask, **more)[0] for forward in (gpu_attention, sdpa_attention_forward)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_a_model_adds_to_its_scores_is_added(monkeypatch, masked):
+    monkeypatch.setattr(attention, "takes_groups", lambda query: True)
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril() if masked else None
+    ours, theirs = both(*heads(6, 6), mask, position_bias=torch.randn(1, 4, 6, 6))
+    assert torch.equal(ours, theirs)
+
+
+def test_what_sdpa_refuses_is_refused(monkeypatch):
+    from transformers.integrations import sdpa_attention
+
+    if "softcap" not in inspect.getsource(sdpa_attention):
+        pytest.skip("this transformers refuses none")
+    monkeypatch.setattr(attention, "takes_groups", lambda query: True)
+    with pytest.raises(ValueError, match="softcap"):
+        both(*heads(6, 6), None, softcap=50.0)
+
+
+def test_one_token_more_repeats_no_cache(monkeypatch):
+    monkeypatch.setattr(attention, "takes_groups", lambda query: True)
+    monkeypatch.setattr(attention, "for_every_head", None)
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    mask[0, ..., :4] = False
+    ours, theirs = both(*heads(1, 9), mask)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(512, 512), (64, 32)])
+def test_heads_that_the_flash_kernel_refuses_are_repeated(monkeypatch, size, value_size):
+    monkeypatch.setattr(attention, "takes_groups", lambda query: True)
+    seen = []
+    monkeypatch.setattr(attention, "attend", lambda query, key, value, **_: seen.append(key.shape[1]) or query)
+    query, key, value = torch.zeros(1, 4, 3, size), torch.zeros(1, 2, 3, size), torch.zeros(1, 2, 3, value_size)
+    gpu_attention(torch.nn.Module(), query, key, value, None, is_causal=True)
+    assert seen == [4]

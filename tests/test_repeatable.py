@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from crosstune.errors import ModelError
 from crosstune.model import repeatable
 from crosstune.model.base import adopt
 from crosstune.model.packed import Rows, packed_attention
@@ -61,6 +62,18 @@ def test_a_model_that_is_passed_in_gets_its_own_attention_back(tmp_path, monkeyp
     base = adopt(model, None)
     assert model.config._attn_implementation == "eager", "chosen by whoever passed it in"
     base.release()
+
+
+def test_a_model_that_is_refused_is_left_as_it_was(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path / "tiny", dtype="bfloat16"), dtype=torch.bfloat16)
+    model.train()
+    model.lm_head.to("meta")
+    with pytest.raises(ModelError, match="the base lies on"):
+        adopt(model, None)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.training and all(parameter.requires_grad for parameter in model.parameters())
 
 
 def drawn(dtype, *, grouped):

@@ -23,6 +23,7 @@ from crosstune.model.repeatable import attend
 ON_GPU = "sdpa_on_gpu"
 SHORT_ROWS = "sdpa_short_rows"
 SHORT = 128  # tokens; longer rows take torch's own backward pass
+FLASH_WIDTH = 256  # of a head, at most, that the flash kernel takes
 
 
 def attention_name(device: torch.device, dtype: torch.dtype) -> str:
@@ -55,13 +56,22 @@ def gpu_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' sdpa_attention_forward; keys and values of every query head where the kernel needs them so.
 
-    A frozen base has no dropout.
+    A frozen base has no dropout. transformers' own is called for what it alone knows: biases of a model's, what it
+    refuses, and one token more after a cache, whose query heads it packs rather than repeat the whole cache.
     """
-    if attention_mask is not None or not takes_groups(query):
+    one_more = query.shape[2] == 1 and attention_mask is not None
+    if one_more or any(kwargs.get(name) is not None for name in ("position_bias", "softcap")):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    may_group = attention_mask is None and query.shape[-1] == value.shape[-1] <= FLASH_WIDTH
+    if not (may_group and takes_groups(query)):
         key, value = for_every_head(query, key), for_every_head(query, value)
     causal = bool(module.is_causal) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
@@ -70,7 +80,7 @@ def gpu_attention(
 
 
 def takes_groups(query: Tensor) -> bool:
-    """The kernel for these takes fewer key heads than query heads, where there is no mask."""
+    """The flash kernel is to be had, which takes fewer key heads than query heads."""
     return query.dtype != torch.float32 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 

@@ -9,6 +9,8 @@ import hashlib
 import inspect
 import io
 import logging
+import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -161,15 +163,17 @@ class Base:
         _keep_gradients(self.model)
 
     def attend_as(self, name: str) -> None:
-        """Let a passed-in model that takes transformers' sdpa take this attention while it is lent (attention.py)."""
-        if self.model.config._attn_implementation == "sdpa" != name:
+        """Let a model that takes transformers' sdpa take this attention (attention.py), a passed-in one while lent."""
+        decoder: Any = self.decoder
+        if decoder.config._attn_implementation == "sdpa" != name and _takes_any_name(decoder):
             self._found["attention"] = "sdpa"
-            self.model.set_attn_implementation(name)
+            decoder.set_attn_implementation(name)
 
     def release(self) -> None:
         """Give a passed-in model back with the flags it had."""
         if "attention" in self._found:
-            self.model.set_attn_implementation(self._found["attention"])
+            decoder: Any = self.decoder
+            decoder.set_attn_implementation(self._found["attention"])
         for module in self._found.get("training", ()):
             module.training = True
         for parameter in self._found.get("grad", ()):
@@ -187,8 +191,7 @@ def load_base(
     from transformers import AutoModelForCausalLM
 
     place = hub_arguments(model)
-    attention = attention_name(device, DTYPES[precision])
-    options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": attention, "device_map": {"": device}}
+    options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": "sdpa", "device_map": {"": device}}
     if "gguf_file" in place:
         options |= _dense_gguf()
     if model.quantization != "none":
@@ -213,6 +216,7 @@ def load_base(
         device = spread.devices[0]
     base = Base(loaded, tokenizer, device, DTYPES[precision], Path(model.name).name or model.name, spread)
     base.freeze()
+    base.attend_as(attention_name(device, DTYPES[precision]))
     if spread is None:
         _refuse_spread(base)
     return base
@@ -240,9 +244,9 @@ def adopt(model: Any, tokenizer: Any) -> Base:
     device = next(model.parameters()).device
     dtype = next((p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)), torch.float32)
     base = Base(model, tokenizer, device, dtype, Path(model.config.name_or_path or "").name or type(model).__name__)
+    _refuse_spread(base)
     base.freeze()
     base.attend_as(attention_name(device, dtype))
-    _refuse_spread(base)
     return base
 
 
@@ -304,6 +308,20 @@ def _quantization(model: Model, dtype: torch.dtype) -> Any:
         bnb_4bit_use_double_quant=model.double_quant,
         bnb_4bit_compute_dtype=dtype,
     )
+
+
+def _takes_any_name(decoder: nn.Module) -> bool:
+    """Its attention is looked up by name, and its code asks nowhere whether that is "sdpa".
+
+    In transformers 5.24 Falcon asks which of its own ways to go, and DeepSeek V3.2 whether a mask or the attention
+    leaves out what isn't to be seen. Gemma 4's question, marked, is about logits that are made elsewhere here.
+    """
+    try:
+        code = inspect.getsource(sys.modules[type(decoder).__module__])
+    except (OSError, TypeError, KeyError):
+        return False
+    asks = re.search(r'_attn_implementation (?:==|!=|in|not in) .*"sdpa"(?!.*# trf-ignore)', code)
+    return "ALL_ATTENTION_FUNCTIONS" in code and asks is None
 
 
 def _keep_gradients(model: Any) -> None:

@@ -175,16 +175,15 @@ def meta_base(config: Mapping[str, Any], settings: Settings, machine: Machine) -
     values = {key: value for key, value in config.items() if key != "model_type"}
     known = AutoConfig.for_model(config["model_type"], **values)
     dtype = DTYPES[settings.precision]
-    attention = "sdpa"
-    if machine.kind == "cuda":
-        register()
-        attention = ON_GPU
     with META:
-        model = AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation="sdpa")
     base = Base(model, None, META, dtype, known.model_type)
     if settings.quantization != "none":
         quantize_linears(base, settings.quantization, double_quant=settings.double_quant)
     base.freeze()
+    if machine.kind == "cuda":
+        register()
+        base.attend_as(ON_GPU)
     return base
 
 

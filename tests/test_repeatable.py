@@ -40,6 +40,17 @@ def test_without_a_gradient_or_a_fused_kernel_it_is_pytorchs_own():
     assert torch.equal(attend(query.requires_grad_(), key, value, causal=True, scale=None), own)
 
 
+@pytest.mark.parametrize("has_flash", [False, True])
+def test_cudnns_pass_is_left_to_pytorch_where_flash_is_not_built_in(monkeypatch, has_flash):
+    monkeypatch.setattr(repeatable, "kernel_of", lambda *_: CUDNN)
+    monkeypatch.setattr(repeatable, "is_flash_attention_available", lambda: has_flash)
+    query, key, value = (
+        torch.zeros(2, heads, 9, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+    )
+    out = attend(query, key, value, causal=True, scale=None)
+    assert (type(out.grad_fn).__name__ == "RepeatableBackward") == has_flash
+
+
 def test_a_mask_lies_as_the_memory_efficient_kernel_reads_it():
     query, key = torch.zeros(2, 4, 5, 16), torch.zeros(2, 4, 11, 16)
     seen = torch.ones(2, 1, 5, 11, dtype=torch.bool).tril()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import is_flash_attention_available
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -61,7 +62,7 @@ def attend(
     is_known = query.shape[-1] % ALIGNED == 0 and query.shape[-1] == value.shape[-1]
     if learns and is_known and query.device.type != "cpu":
         kernel = kernel_of(query, key, value, mask, causal, scale)
-        if kernel in FUSED:
+        if kernel in FUSED and (kernel != CUDNN or is_flash_attention_available()):  # not every build has flash
             return Repeatable.apply(query, key, value, mask, (causal, scale, kernel))
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(

@@ -184,6 +184,29 @@ def test_where_no_thread_can_be_started_there_is_no_warm_up(monkeypatch):
     assert warm_up(launches()) is None
 
 
+def test_where_threads_run_out_those_that_were_started_are_over(monkeypatch):
+    begun, go, seen, submit, given = threading.Event(), threading.Event(), [], ThreadPoolExecutor.submit, []
+
+    def refuse_later(self, *work):
+        if len(given) == 2:
+            threading.Timer(0.2, go.set).start()
+            assert begun.wait(PATIENCE)
+            raise RuntimeError("can't start new thread")
+        given.append(work)
+        return submit(self, *work)
+
+    def long():
+        begun.set()
+        go.wait(PATIENCE)
+        seen.append("over")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse_later)
+    monkeypatch.setattr(warm.os, "cpu_count", lambda: 1)
+    with pytest.raises(RuntimeError, match="thread"):
+        begin([], [], [long, lambda: seen.append("another")])
+    assert seen == ["over"]
+
+
 @pytest.fixture
 def told(monkeypatch):
     """What is asked of a run's warm-up and of its base, in order; and what was to be launched."""

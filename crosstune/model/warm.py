@@ -41,10 +41,15 @@ class WarmUp:
     def __init__(self, launches: Launches) -> None:
         self._device, self._is_over = launches.device, False
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="kernels")
-        first, *others = self._submit(launches.of_libraries(), [])
-        self._driver = self._pool.submit(_make_driver)
-        self._scoring = [first, *self._submit(launches.of_scoring(), [self._driver])]
-        self._training = [*others, *self._submit(launches.of_training(), self._scoring)]
+        try:
+            first, *others = self._submit(launches.of_libraries(), [])
+            self._driver = self._pool.submit(_make_driver)
+            self._scoring = [first, *self._submit(launches.of_scoring(), [self._driver])]
+            self._training = [*others, *self._submit(launches.of_training(), self._scoring)]
+        except RuntimeError:  # not every thread can be started: nobody would wait for those that were
+            self.end()
+            self._pool.shutdown()
+            raise
         self._pool.shutdown(wait=False)  # the threads end with the work
 
     def _submit(self, launches: Sequence[Launch], after: Sequence[Future[None]]) -> list[Future[None]]:

@@ -54,7 +54,7 @@ def test_cudnns_pass_is_left_to_pytorch_where_flash_is_not_built_in(monkeypatch,
 def test_a_mask_lies_as_the_memory_efficient_kernel_reads_it():
     query, key = torch.zeros(2, 4, 5, 16), torch.zeros(2, 4, 11, 16)
     seen = torch.ones(2, 1, 5, 11, dtype=torch.bool).tril()
-    bias = repeatable._bias(seen, query, key)
+    bias = repeatable.bias_of(seen, query, key)
     assert bias.shape == (2, 4, 5, 11)
     assert bias.stride(2) % 8 == 0
     assert torch.equal(bias == 0, seen.expand(2, 4, 5, 11))

@@ -23,7 +23,7 @@ from crosstune import resources
 from crosstune.crossval import cross_validate
 from crosstune.interrupt import Interrupted
 from crosstune.memory.shape import ModelShape
-from crosstune.model import attention, base, warm
+from crosstune.model import attention, base, repeatable, warm
 from crosstune.model import launches as ahead
 from crosstune.model.launches import Launches
 from crosstune.model.repeatable import FLASH
@@ -102,9 +102,8 @@ def test_scoring_waits_for_the_first_library_and_training_for_the_others():
 def test_no_setting_of_pytorchs_changes_while_others_compute(monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "set_deterministic_debug_mode", seen.append)
-    for module in (attention, ahead):
-        monkeypatch.setattr(module, "takes_groups", lambda query: True)
-    monkeypatch.setattr(ahead, "kernel_of", lambda *_: FLASH)
+    monkeypatch.setattr(attention, "takes_groups", lambda query: True)
+    monkeypatch.setattr(repeatable, "kernel_of", lambda *_: FLASH)
     back, real = [], ahead.fused_gradients
     monkeypatch.setattr(ahead, "fused_gradients", lambda *given: back.append(real(*given)))
     for launch in replace(launches(), device=torch.device("meta")).of_libraries():

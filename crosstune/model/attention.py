@@ -70,9 +70,7 @@ def gpu_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    may_group = attention_mask is None and query.shape[-1] == value.shape[-1] <= FLASH_WIDTH
-    if not (may_group and takes_groups(query)):
-        key, value = for_every_head(query, key), for_every_head(query, value)
+    key, value = as_taken(query, key, value, attention_mask)
     causal = bool(module.is_causal) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
     out = attend(query, key, value, mask=attention_mask, causal=causal, scale=scaling)
@@ -82,6 +80,14 @@ def gpu_attention(
 def takes_groups(query: Tensor) -> bool:
     """The flash kernel is to be had, which takes fewer key heads than query heads."""
     return query.dtype != torch.float32 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def as_taken(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values as the kernel takes them: of every query head, where it takes no groups."""
+    may_group = mask is None and query.shape[-1] == value.shape[-1] <= FLASH_WIDTH
+    if may_group and takes_groups(query):
+        return key, value
+    return for_every_head(query, key), for_every_head(query, value)
 
 
 def for_every_head(query: Tensor, key: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from crosstune.memory.shape import ModelShape
-from crosstune.model.attention import for_every_head, gpu_attention, takes_groups
-from crosstune.model.repeatable import FUSED, fused_attention, fused_gradients, kernel_of
+from crosstune.model.attention import as_taken, gpu_attention
+from crosstune.model.repeatable import fused_attention, fused_gradients, fused_kernel
 
 Launch = Callable[[], None]
 
@@ -52,10 +52,9 @@ class Launches:
         """
         for tokens in (128, 72):
             query, key, value = self._heads(tokens)
-            if not takes_groups(query):
-                key, value = for_every_head(query, key), for_every_head(query, value)
-            how = (True, None, kernel_of(query, key, value, None, True, None))
-            if how[2] in FUSED:
+            key, value = as_taken(query, key, value, None)
+            if (kernel := fused_kernel(query, key, value, None, True, None)) is not None:
+                how = (True, None, kernel)
                 out, kept = fused_attention(query, key, value, None, how)
                 fused_gradients(out, (query, key, value, out), kept, how)
 

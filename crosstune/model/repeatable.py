@@ -54,16 +54,25 @@ def kernel_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ca
     return int(torch._fused_sdp_choice(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped))
 
 
+def fused_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> int | None:
+    """That kernel, if `fused_attention` and `fused_gradients` know it. Not every build of torch has flash."""
+    kernel = kernel_of(query, key, value, mask, causal, scale)
+    is_there = kernel in FUSED and (kernel != CUDNN or is_flash_attention_available())
+    return kernel if is_there else None
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, causal: bool, scale: float | None
 ) -> Tensor:
     """scaled_dot_product_attention of (B, h, T, D) with g key heads, (B, h, T, D)."""
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     is_known = query.shape[-1] % ALIGNED == 0 and query.shape[-1] == value.shape[-1]
-    if learns and is_known and query.device.type != "cpu":
-        kernel = kernel_of(query, key, value, mask, causal, scale)
-        if kernel in FUSED and (kernel != CUDNN or is_flash_attention_available()):  # not every build has flash
-            return Repeatable.apply(query, key, value, mask, (causal, scale, kernel))
+    may_take = learns and is_known and query.device.type != "cpu"
+    kernel = fused_kernel(query, key, value, mask, causal, scale) if may_take else None
+    if kernel is not None:
+        return Repeatable.apply(query, key, value, mask, (causal, scale, kernel))
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
@@ -96,7 +105,7 @@ def fused_attention(
     causal, scale, kernel = how
     aten = torch.ops.aten
     if kernel == EFFICIENT:
-        bias = None if mask is None else _bias(mask, query, key)
+        bias = None if mask is None else bias_of(mask, query, key)
         out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, 0.0, causal, scale=scale
         )
@@ -134,10 +143,11 @@ def fused_gradients(
     )
 
 
-def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def bias_of(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A mask as numbers to add, laid out as the memory-efficient kernel reads it."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
     length = key.shape[2]
-    mask = pad(mask, (0, -length % ALIGNED))[..., :length]
+    if length % ALIGNED:
+        mask = pad(mask, (0, -length % ALIGNED))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], length)

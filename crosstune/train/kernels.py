@@ -5,7 +5,6 @@ Read from the sources of PyTorch 2.11 and bitsandbytes 0.50, and held to an H200
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -138,12 +137,9 @@ def efficient_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The same in fp32 and below compute capability 8.0."""
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the C++ entry turns it into the query's type
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    bias = None if attn_mask is None else repeatable.bias_of(attn_mask, query, key)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
 
 
 def cpu_attention(

@@ -12,8 +12,8 @@ from crosstune.train.cutting import choose_cutting, sizes_of_wave
 from crosstune.train.fault import blamed_on_wave
 from crosstune.train.graph import Passes, recorded_sizes
 from crosstune.train.lane import Lane
-from crosstune.train.recover import PlanChanged, WaveSplit, is_out_of_memory, next_smaller, smaller_plan, survive
-from crosstune.train.split import Shared, Split, halves, lane_names
+from crosstune.train.recover import PlanChanged, is_out_of_memory, next_smaller, smaller_plan, survive
+from crosstune.train.split import Shared, go_on_in_halves
 from crosstune.train.state import Standing
 
 Result = TypeVar("Result")
@@ -87,12 +87,8 @@ class Room:
             return survive(action, shrink, self.slots.base.device)
 
     def _split(self, doing: str, message: str) -> NoReturn:
-        """Go on in halves, from the state before what ran out of memory: nothing has changed since."""
-        packed = self.pack()
-        jobs = {lane.job.name: lane.job for lane in self.lanes}
-        parts = tuple(tuple(jobs[name] for name in lane_names(part)) for part in halves(packed))
-        self.report(WaveSplit(tuple(jobs.values()), self.standing.steps, doing, message, parts))
-        raise Split(packed, self.plan)
+        jobs = [lane.job for lane in self.lanes]
+        go_on_in_halves(self.pack(), jobs, self.plan, doing=doing, message=message, report=self.report)
 
     def _keep_the_old_plans_work(self) -> None:
         """A checkpoint, so that a run which ends now doesn't train it again with the new plan; if memory allows."""

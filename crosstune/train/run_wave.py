@@ -21,8 +21,18 @@ from crosstune.train.events import (
 )
 from crosstune.train.fault import blamed
 from crosstune.train.lane import Lane, LaneJob, Status
-from crosstune.train.recover import PlanChanged, WaveSplit, smaller_set_up, survive
-from crosstune.train.split import PartCheckpoints, Shared, Split, halves, join, lane_names, parts_of, unbegun
+from crosstune.train.recover import PlanChanged, smaller_set_up, survive
+from crosstune.train.split import (
+    PartCheckpoints,
+    Shared,
+    Split,
+    go_on_in_halves,
+    halves,
+    join,
+    lane_names,
+    parts_of,
+    unbegun,
+)
 from crosstune.train.wave import Wave
 
 
@@ -121,15 +131,10 @@ def _set_up(
     def shrink(message: str) -> None:
         nonlocal plan
         state = packed or unbegun([job.name for job in jobs])
-        step = state[1]["step"]
-        if plan.copies or len(jobs) == 1:
-            before, plan = plan, smaller_set_up(plan, doing)
-            shared.report(PlanChanged(jobs, step, doing, message, before, plan))
-            return
-        named = {job.name: job for job in jobs}
-        parts = tuple(tuple(named[name] for name in lane_names(part)) for part in halves(state))
-        shared.report(WaveSplit(jobs, step, doing, message, parts))
-        raise Split(state, plan)
+        if len(jobs) > 1 and not plan.copies:
+            go_on_in_halves(state, jobs, plan, doing=doing, message=message, report=shared.report)
+        before, plan = plan, smaller_set_up(plan, doing)
+        shared.report(PlanChanged(jobs, state[1]["step"], doing, message, before, plan))
 
     return survive(set_up, shrink, shared.base.device)
 

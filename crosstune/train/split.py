@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ from crosstune.model.base import Base
 from crosstune.progress import Progress
 from crosstune.train.checkpoint import Checkpoints, Packed
 from crosstune.train.events import GivenUp, Report
+from crosstune.train.lane import LaneJob
+from crosstune.train.recover import WaveSplit
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ class Split(BaseException):
     def __init__(self, packed: Packed, plan: Plan) -> None:
         super().__init__()
         self.packed, self.plan = packed, plan
+
+
+def go_on_in_halves(
+    packed: Packed, jobs: Sequence[LaneJob], plan: Plan, *, doing: str, message: str, report: Report
+) -> NoReturn:
+    """Tell of it, and leave the wave with its state before what ran out of memory: nothing has changed since."""
+    named = {job.name: job for job in jobs}
+    parts = tuple(tuple(named[name] for name in lane_names(part)) for part in halves(packed))
+    report(WaveSplit(tuple(jobs), packed[1]["step"], doing, message, parts))
+    raise Split(packed, plan)
 
 
 def unbegun(names: Sequence[str]) -> Packed:

@@ -10,13 +10,14 @@ import pytest
 
 from bench.memory.grid import MODELS, grid
 from crosstune.memory.estimate import Settings, estimate
-from crosstune.memory.gpus import MIB, find_gpu, this_cpu
+from crosstune.memory.gpus import MIB, find_gpu, flash_sums, this_cpu
 from crosstune.memory.shape import ModelShape
 from crosstune.memory.widths import evaluation_tokens
 from crosstune.train.rehearse import rehearse
 
 CELLS = list(grid(["1b", "qwen2-1.5b", "8b"], "all"))
 EXTRA = {  # what the grid leaves out
+    "one long row, whose gradient flash sums in several copies": ("qwen2-1.5b", Settings(1, 1, 8192, 28)),
     "few targets": ("1b", Settings(2, 2, 256, 1, targets=ModelShape.from_config(MODELS["1b"]).targets(["q_proj", "v_proj"]))),
     "fp16 on a T4": ("1b", Settings(1, 2, 256, 1, precision="fp16")),
     "fp32 on a GPU": ("1b", Settings(1, 2, 256, 1, precision="fp32")),
@@ -59,6 +60,12 @@ def test_closed_form_and_rehearsal_agree_within_2_percent(cell):
 @pytest.mark.parametrize("words", EXTRA)
 def test_they_agree_beside_the_grid(words):
     check(*EXTRA[words], find_gpu("t4" if "T4" in words else "h200"), layers=3)
+
+
+@pytest.mark.parametrize("blocks", [12, 32, 96, 128, 132, 160, 1000])
+@pytest.mark.parametrize("multiprocessors", [40, 58, 108, 132])
+def test_flash_makes_the_fewest_copies_that_keep_all_multiprocessors_busy(blocks, multiprocessors):
+    assert flash_sums(blocks, multiprocessors) == next(n for n in range(1, 999) if n * blocks >= multiprocessors)
 
 
 @pytest.mark.parametrize("checkpointed", [0, 1, 3])

@@ -140,6 +140,12 @@ def test_lanes_in_parts_are_those_of_the_whole_wave(base, monkeypatch, where, la
     assert any(isinstance(event, PlanChanged) for event in disturbed.events)  # every smaller plan was tried first
 
 
+def test_a_split_is_told_with_the_steps_that_the_wave_had_taken(base, monkeypatch):
+    disturbed = train(base, monkeypatch, Room(3, after=3))
+    (told,) = splits(disturbed)
+    assert (told.step, told.doing) == (3, "a training step")
+
+
 def test_a_part_is_a_run_with_half_of_the_lanes(base, monkeypatch):
     disturbed = train(base, monkeypatch, Room(3))
     last = next(event.after for event in reversed(disturbed.events) if isinstance(event, PlanChanged))

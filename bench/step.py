@@ -1,11 +1,13 @@
 """One training step over lanes x rows x tokens: milliseconds, share of the card's matrix rate, and where the time goes.
 
-    python -m bench.step --cases 5x1x2048 5x4x128 1x1x128 --modes fused fused+graph transformers --profile
+    python -m bench.step --cases 5x1x2048 5x4x128 1x1x128 --modes fused fused+graph transformers --profile 20
+    python -m bench.step --cases 5x2x2048 5x4x512 5x4x128 --modes fused+copies+graph fused+copies+graph+torch
 
 A case is lanes x rows of a lane x tokens of a row; with `:8` behind it, 8 blocks are checkpointed. Modes:
-`transformers` (its own blocks), `fused` (crosstune's), `+graph` (forward and backward replayed as a CUDA graph). The
-share counts 4 FLOP a token and base parameter that takes part in a product, head included, over the rate of a large
-product in this process.
+`transformers` (its own blocks), `fused` (crosstune's); behind them `+graph` (forward and backward replayed as a CUDA
+graph), `+copies` (of the 4-bit weights in 16 bit, kept), `+torch` (PyTorch's own backward pass of attention, whose
+gradients differ from one time to the next). The share counts 4 FLOP a token and base parameter that takes part in a
+product, head included, over the rate of a large product in this process.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from crosstune.data.batches import Batch, collate
 from crosstune.data.tokens import Tokens
 from crosstune.model import block
 from crosstune.model.attach import Slots, attached
+from crosstune.model.attention import attention_name
 from crosstune.model.base import Base, adopt
 from crosstune.model.targets import resolve_targets
 from crosstune.recipe.sections import Evaluate, Lora, Train
@@ -63,6 +66,10 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 def run_case(base: Base, case: str, mode: str, options: argparse.Namespace, rate: float) -> dict[str, Any]:
     """Median step time of one case and what follows from it."""
+    blocks, *ways = mode.split("+")
+    block.FUSED_ON[base.device.type] = blocks == "fused"
+    decoder: Any = base.decoder
+    decoder.set_attn_implementation("sdpa" if "torch" in ways else attention_name(base.device, base.dtype))
     sizes, _, checkpointed = case.partition(":")
     lanes, rows, length = map(int, sizes.split("x"))
     lora = Lora(rank=options.rank, dropout=options.dropout)
@@ -72,13 +79,14 @@ def run_case(base: Base, case: str, mode: str, options: argparse.Namespace, rate
     ]
     tokens = _tokens(lanes * rows, length, base.vocab_size)
     with attached(base, [job.spec for job in jobs], checkpointed_layers=int(checkpointed or 0)) as slots:
+        slots.keep_weights("copies" in ways)
         states = [Lane(job, [], (), 10**6) for job in jobs]
         units = [[(k * rows + row,) for row in range(rows)] for k in range(lanes)]
         keys = [(job.seed, 0) for job in jobs] if options.dropout else None
         batch = collate(tokens, units, weights_K=[1 / (rows * (length - 1))] * lanes, dropout_K=keys)
         if base.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        step, losses = _step(slots, LaneAdamW(slots, [train] * lanes), states, batch, graph=mode.endswith("+graph"))
+        step, losses = _step(slots, LaneAdamW(slots, [train] * lanes), states, batch, graph="graph" in ways)
         times = [seconds(step, base.device) for _ in range(options.steps + 3)][3:]
         count, linear = lanes * rows * length, sum(site.in_features * site.out_features for site in slots.sites)
         median = statistics.median(times)
@@ -175,7 +183,6 @@ def main() -> None:
     base = adopt(random_model(options.shape, options.quantization, device, vocab=options.vocab), None)
     for case in options.cases:
         for mode in options.modes:
-            block.FUSED_ON[device.type] = mode.startswith("fused")
             print(json.dumps(run_case(base, case, mode, options, rate)), flush=True)
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -130,7 +130,7 @@ def _step(
         slots.grad_KP.zero_()
         loss_K = run_pass(slots, given)
 
-    def replay() -> None:
+    def replay(_kept: DeviceBatch = given) -> None:  # the graph reads its tensors, and doesn't hold them
         captured.replay()
         optimizer.step(loss_K, [state.learning_rate() for state in states], active)
         slots.refresh()

@@ -22,16 +22,15 @@ def base_of(tiny, precision):
     return load_base(Model(name=str(tiny)), None, device=torch.device("cuda", 0), precision=precision)
 
 
-def starving(patch, at, room):
-    """From optimizer step `at` on, the allocator may reserve only `room` bytes more than what is allocated then."""
+def before_step(patch, at, act):
+    """Call `act` once, right before optimizer step `at`, with nothing cached."""
     real = wave_module.Wave._train
 
     def train(self):
-        if self.standing.steps == at and not hasattr(self, "starved"):
-            self.starved = True
+        if self.standing.steps == at and not hasattr(self, "acted"):
+            self.acted = True
             torch.cuda.empty_cache()
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+            act()
         return real(self)
 
     patch.setattr(wave_module.Wave, "_train", train)
@@ -42,14 +41,31 @@ def test_a_real_out_of_memory_is_survived(tiny, monkeypatch):
     tokens = random_tokens(48, longest=1500)
     jobs = [fold_job(base, fold, k=3, num_rows=48, batch_size=16, epochs=1) for fold in range(3)]
     wide = Shrinking(micro_batch=16, evaluate_tokens=8192, recorded=0)  # a replayed pass allocates nothing
-    free_run = run(base, jobs, tokens, wide)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run(base, jobs, tokens, Shrinking(micro_batch=4, evaluate_tokens=8192, recorded=0))
-    needed = torch.cuda.max_memory_allocated() - before  # a plan of a quarter's width fits, the whole doesn't
+    narrow = Shrinking(micro_batch=4, evaluate_tokens=8192, recorded=0)
+
+    def room_of(plan):
+        """What is reserved at most from the second step on, beyond what is then."""
+        found = []
+
+        def note():
+            torch.cuda.reset_peak_memory_stats()
+            found.append(torch.cuda.memory_reserved())
+
+        with monkeypatch.context() as patch:
+            before_step(patch, 1, note)
+            run_of_plan = run(base, jobs, tokens, plan)
+        return torch.cuda.max_memory_reserved() - found[0], run_of_plan
+
+    (needed, _), (wanted, free_run) = room_of(narrow), room_of(wide)
+    assert needed < 0.7 * wanted
+
+    def starve():
+        room, total = (needed + wanted) // 2, torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+
     try:
         with monkeypatch.context() as patch:
-            starving(patch, 1, needed + (32 << 20))
+            before_step(patch, 1, starve)
             starved = run(base, jobs, tokens, wide)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,5 +1,6 @@
 """The allocator model against what torch's source says, and against slow plain bookkeeping."""
 
+import json
 import random
 from itertools import pairwise
 
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from crosstune.memory.allocator import Allocator, replay
 from crosstune.memory.gpus import MIB
+from tests.allocator_run import all_shown, events
+from tests.tiny import CASES
 
 
 def test_sizes_are_rounded_to_512_bytes_and_served_from_2_mib():
@@ -132,3 +135,27 @@ def test_bookkeeping_holds_for_random_traces(seed, expandable):
         allocator.died(key)
     allocator.empty()
     assert (allocator.allocated, allocator.reserved) == (0, 0)
+
+
+def modelled(seed, expandable):
+    allocator, found = Allocator(expandable=expandable), []
+    for kind, key, count in events(seed):
+        if kind == "born":
+            allocator.born(key, count)
+        elif kind == "died":
+            allocator.died(key)
+        else:
+            allocator.empty()
+        found.append([allocator.allocated, allocator.reserved])
+    return found
+
+
+@pytest.mark.parametrize("line", json.loads((CASES / "h200_allocator.json").read_text()), ids=str)
+def test_random_traces_show_what_they_showed_on_an_h200(line):
+    assert modelled(line["seed"], line["expandable"]) == line["shown"]
+
+
+@pytest.mark.gpu
+def test_random_traces_show_what_they_show_on_this_gpu():
+    for line in all_shown():
+        assert modelled(line["seed"], line["expandable"]) == line["shown"], (line["seed"], line["expandable"])

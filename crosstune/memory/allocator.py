@@ -8,8 +8,12 @@ The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.8 to 2.13), fo
     a block is split where more than 1 MiB (small pool: 512 bytes) is left; an unsplit remainder counts as allocated
     freed neighbours inside a segment are joined; a segment is given back only by empty_cache, or when the limit is hit
 
-With expandable segments each pool is one segment that grows at its end in steps of 20 MiB (small: 2 MiB), and every
-remainder is split off; empty_cache gives back whole free steps anywhere, which leaves holes that are filled later.
+With expandable segments each pool is one segment of addresses without end, mapped in steps of 20 MiB (small: 2 MiB):
+
+    a free block with unmapped addresses behind it counts as large as it can become, so best fit spares the last one
+    without a fit, the lowest run of free and unmapped blocks that is long enough is mapped as far as is wanted
+    every remainder is split off; empty_cache unmaps whole free steps anywhere
+
 What is allocated while a CUDA graph is captured comes from a pool of the graph's own, whose segments serve nothing
 else as long as the graph lives.
 """
@@ -19,12 +23,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from crosstune.memory.gpus import MIB
 
 SMALL = MIB  # up to here the small pool serves
 SMALL_SEGMENT, LARGE_SEGMENT, LARGE_FROM, STEP = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
+ENDLESS = LARGE_SEGMENT << 24  # addresses of an expandable segment: a multiple of every step
 
 Kind = Literal["born", "died", "mark", "begin", "empty", "capture", "captured", "dropped"]
 # born: (key, bytes) · died: (key, bytes) · mark: (label, 0) · empty: empty_cache · begin: the same, and peaks count
@@ -33,43 +38,70 @@ Event = tuple[Kind, int | str, int]
 
 
 class Block:
-    """A stretch of a segment, in use or free."""
+    """A stretch of a segment: in use, free, or addresses without memory (free and not mapped)."""
 
-    __slots__ = ("address", "before", "free", "next", "pool", "size")
+    __slots__ = ("address", "before", "free", "mapped", "next", "pool", "size")
 
-    def __init__(self, address: int, size: int, pool: Pool) -> None:
+    def __init__(self, address: int, size: int, pool: Pool, *, mapped: bool = True) -> None:
         self.address, self.size, self.pool = address, size, pool
         self.before: Block | None = None
         self.next: Block | None = None
-        self.free = True
+        self.free = False
+        self.mapped = mapped
+
+    @property
+    def reach(self) -> int:
+        """Bytes that the block can become by mapping what is behind it."""
+        behind = self.next
+        return self.size + (behind.size if behind is not None and not behind.mapped else 0)
 
 
 @dataclass(eq=False)
 class Pool:
-    """Free blocks of one kind, by size and then address."""
+    """Free blocks of one kind, by size and then address; unmapped ones by address."""
 
     small: bool
     graph: int = 0
     free: list[tuple[int, int, Block]] = field(default_factory=list)
-    holes: list[Block] = field(default_factory=list)  # expandable segments: given back, by address
-    end: Block | None = None  # expandable segments: the last block of the pool's only segment
+    unmapped: list[Block] = field(default_factory=list)
 
     def put(self, block: Block) -> None:
         block.free = True
-        bisect.insort(self.free, (block.size, block.address, block))
+        if block.mapped:
+            bisect.insort(self.free, (block.size, block.address, block))
+        else:
+            bisect.insort(self.unmapped, block, key=_address)
 
     def take(self, block: Block) -> None:
-        del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
         block.free = False
+        if block.mapped:
+            del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
+        else:
+            self.unmapped.remove(block)
 
     @property
     def step(self) -> int:
-        """By how much an expandable segment grows."""
+        """In what pieces an expandable segment is mapped."""
         return SMALL_SEGMENT if self.small else LARGE_SEGMENT
 
     def best_fit(self, size: int) -> Block | None:
         place = bisect.bisect_left(self.free, (size, -1))
-        return self.free[place][2] if place < len(self.free) else None
+        if place == len(self.free):
+            return None
+        while place + 1 < len(self.free) and self.free[place + 1][2].reach < self.free[place][2].reach:
+            place += 1
+        return self.free[place][2]
+
+    def lowest_run(self, size: int) -> Block:
+        """The first block of the lowest run of free and unmapped ones, an unmapped one among its first two."""
+        for block in self.unmapped:
+            first = block.before if block.before is not None and block.before.free else block
+            found, behind = 0, cast("Block | None", first)
+            while behind is not None and behind.free and found < size:
+                found, behind = found + behind.size, behind.next
+            if found >= size:
+                return first
+        raise AssertionError("a segment has no end")
 
 
 class Allocator:
@@ -89,16 +121,12 @@ class Allocator:
     def born(self, key: int | str, count: int) -> None:
         """Allocate `count` bytes under `key`."""
         size = max(512, -(-count // 512) * 512)
-        small = size <= SMALL
-        pool = self.pools.setdefault((self.graph, small), Pool(small, self.graph))
-        block = pool.best_fit(size)
-        if block is not None:
-            pool.take(block)
-        else:
-            block = self._grow(pool, size) if self.expandable else self._segment(pool, size)
+        pool = self._pool(size <= SMALL)
+        block = pool.best_fit(size) or self._reserved(pool, size)
+        pool.take(block)
         left = block.size - size
         if left >= 512 if (pool.small or self.expandable) else left > SMALL:
-            self._split(block, size)
+            pool.put(self._cut(block, size))
         self.blocks[key] = block
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -107,15 +135,7 @@ class Allocator:
         """Free what `born(key)` allocated; join it with free neighbours."""
         block = self.blocks.pop(key)
         self.allocated -= block.size
-        pool = block.pool
-        if block.before is not None and block.before.free:
-            pool.take(block.before)
-            self._join(block.before, block)
-            block = block.before
-        if block.next is not None and block.next.free:
-            pool.take(block.next)
-            self._join(block, block.next)
-        pool.put(block)
+        self._put_joined(block)
 
     def empty(self) -> None:
         """torch.cuda.empty_cache(): give back what no tensor uses."""
@@ -135,43 +155,77 @@ class Allocator:
             pool = self.pools.pop((graph, small), None)
             if pool is None:
                 continue
-            home = self.pools.setdefault((0, small), Pool(small))
-            seen = {id(block): block for _, _, block in pool.free}
-            for block in [*seen.values(), *(b for b in self.blocks.values() if b.pool is pool)]:
+            home = self._pool(small)
+            for block in (b for b in self.blocks.values() if b.pool is pool):
                 block.pool = home
-            for block in seen.values():
+            for block in (*(block for _, _, block in pool.free), *pool.unmapped):
+                block.pool = home
                 home.put(block)
 
-    def _segment(self, pool: Pool, size: int) -> Block:
-        count = SMALL_SEGMENT if pool.small else LARGE_SEGMENT if size < LARGE_FROM else -(-size // STEP) * STEP
-        self._reserve(count)
-        block = Block(self._next_address, count, pool)
-        block.free = False
-        self.segments[block.address] = count
-        self._next_address += count
+    def _pool(self, small: bool) -> Pool:
+        key = (self.graph, small)
+        if key not in self.pools:
+            pool = self.pools[key] = Pool(small, self.graph)
+            if self.expandable:
+                pool.put(Block(self._next_address, ENDLESS, pool, mapped=False))
+                self._next_address += ENDLESS
+        return self.pools[key]
+
+    def _reserved(self, pool: Pool, size: int) -> Block:
+        """A free block of memory that wasn't reserved; where the limit refuses it, what is cached goes first."""
+        reserve = self._map_run if self.expandable else self._segment
+        block = reserve(pool, size)
+        if block is None:
+            self.retries += 1
+            self.empty()
+            block = reserve(pool, size)
+        if block is None:
+            self.failed, limit = self.failed or size, self.limit
+            self.limit = None
+            block = reserve(pool, size)
+            self.limit = limit
+        assert block is not None
         return block
 
-    def _grow(self, pool: Pool, size: int) -> Block:
-        for hole in pool.holes:
-            if hole.size >= size:
-                return self._fill(hole, size)
-        end = pool.end
-        have = end.size if end is not None and end.free else 0
-        count = -(-(size - have) // pool.step) * pool.step
-        self._reserve(count)
-        if end is not None and end.free and end is pool.end:  # _reserve may have given it back
-            pool.take(end)
-            end.size += count
-            return end
-        end = pool.end
-        # Pools lie far apart, and begin at a multiple of every step.
-        address = end.address + end.size if end is not None else (len(self.pools) + 1) * (LARGE_SEGMENT << 24)
-        block = Block(address, count, pool)
-        block.free, block.before = False, end
-        if end is not None:
-            end.next = block
-        pool.end = block
+    def _segment(self, pool: Pool, size: int) -> Block | None:
+        count = SMALL_SEGMENT if pool.small else LARGE_SEGMENT if size < LARGE_FROM else -(-size // STEP) * STEP
+        if not self._reserve(count):
+            return None
+        block = Block(self._next_address, count, pool)
+        self.segments[block.address] = count
+        self._next_address += count
+        pool.put(block)
         return block
+
+    def _map_run(self, pool: Pool, size: int) -> Block | None:
+        block = pool.lowest_run(size)
+        if not block.mapped:
+            mapped = self._map(block, min(block.size, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size < size:
+            behind = block.next
+            assert behind is not None
+            mapped = self._map(behind, min(size - block.size, behind.size))
+            if mapped is None:
+                return None
+            block = mapped
+        return block
+
+    def _map(self, block: Block, size: int) -> Block | None:
+        """Reserve the first `size` bytes of an unmapped block, in whole steps; the free block that they are now in."""
+        pool = block.pool
+        count = -(-size // pool.step) * pool.step
+        if not self._reserve(count):
+            return None
+        pool.take(block)
+        if count < block.size:
+            rest = self._cut(block, count)
+            rest.mapped = False
+            pool.put(rest)
+        block.mapped = True
+        return self._put_joined(block)
 
     def _unmap(self, block: Block) -> None:
         """Give back the whole steps inside a free block; what is left of it on either side stays free."""
@@ -182,61 +236,53 @@ class Allocator:
             return
         pool.take(block)
         if start > block.address:
-            self._split(block, start - block.address)
+            inner = self._cut(block, start - block.address)
             pool.put(block)
-            block = block.next  # type: ignore[assignment]
-            pool.take(block)
+            block = inner
         if stop < block.address + block.size:
-            self._split(block, stop - block.address)
+            pool.put(self._cut(block, stop - block.address))
         self.reserved -= block.size
-        if block.next is None:
-            pool.end = block.before
-            if block.before is not None:
-                block.before.next = None
-            return
-        pool.holes.append(block)
-        pool.holes.sort(key=lambda hole: hole.address)
+        block.mapped = False
+        self._put_joined(block)
 
-    def _fill(self, hole: Block, size: int) -> Block:
-        """Reserve as much of a hole as is wanted."""
-        pool = hole.pool
-        count = -(-size // pool.step) * pool.step
-        pool.holes.remove(hole)
-        self._reserve(count)
-        if count < hole.size:
-            self._split(hole, count)
-            rest = hole.next
-            assert rest is not None
-            pool.take(rest)
-            bisect.insort(pool.holes, rest, key=lambda block: block.address)
-        return hole
-
-    def _reserve(self, count: int) -> None:
+    def _reserve(self, count: int) -> bool:
         if self.limit is not None and self.reserved + count > self.limit:
-            self.retries += 1
-            self.empty()
-            if self.reserved + count > self.limit and self.failed is None:
-                self.failed = count
+            return False
         self.reserved += count
         self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
 
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.pool)
+    def _cut(self, block: Block, size: int) -> Block:
+        """Shorten a block; what is left, which is in no list yet."""
+        rest = Block(block.address + size, block.size - size, block.pool, mapped=block.mapped)
         rest.before, rest.next, block.size = block, block.next, size
         if block.next is not None:
             block.next.before = rest
-        elif block.pool.end is block:
-            block.pool.end = rest
         block.next = rest
-        block.pool.put(rest)
+        return rest
+
+    def _put_joined(self, block: Block) -> Block:
+        """Free a block, joined with neighbours that are free and mapped, or unmapped, as it is."""
+        before, behind = block.before, block.next
+        if before is not None and before.free and before.mapped == block.mapped:
+            block.pool.take(before)
+            self._join(before, block)
+            block = before
+        if behind is not None and behind.free and behind.mapped == block.mapped:
+            block.pool.take(behind)
+            self._join(block, behind)
+        block.pool.put(block)
+        return block
 
     def _join(self, first: Block, second: Block) -> None:
         first.size += second.size
         first.next = second.next
         if second.next is not None:
             second.next.before = first
-        elif first.pool.end is second:
-            first.pool.end = first
+
+
+def _address(block: Block) -> int:
+    return block.address
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +301,24 @@ class Replay:
 def replay(
     trace: Iterable[Event], *, expandable: bool = False, limit: int | None = None, first: Sequence[int] = ()
 ) -> Replay:
-    """Run the trace through an Allocator. `first`: sizes that are allocated before it and stay (cuBLAS workspaces).
+    """Run the trace through an Allocator.
 
     Peaks count from the last "begin" event, as after torch.cuda.reset_peak_memory_stats, and so does `limit`: what
     comes before is the making of the base, which on meta tensors isn't that of a loaded one.
+
+    first   sizes that are allocated then and stay: cuBLAS's workspaces of both threads
     """
     trace = list(trace)
-    allocator = Allocator(expandable=expandable, limit=limit if all(event[0] != "begin" for event in trace) else None)
-    for place, size in enumerate(first):
-        allocator.born(f"first {place}", size)
+    begins = any(kind == "begin" for kind, _, _ in trace)
+    allocator = Allocator(expandable=expandable, limit=None if begins else limit)
+
+    def make_workspaces(of: str = "") -> None:
+        for place, size in enumerate(first):
+            if (name := f"first {place}{of}") not in allocator.blocks:
+                allocator.born(name, size)
+
+    if not begins:
+        make_workspaces()
     by_mark: dict[str, int] = {}
     since = 0
     for kind, key, count in trace:
@@ -279,14 +334,13 @@ def replay(
             allocator.empty()
         elif kind == "begin":
             allocator.empty()
+            make_workspaces()
             allocator.peak_allocated, allocator.peak_reserved = allocator.allocated, allocator.reserved
             allocator.limit = limit
             by_mark, since = {}, allocator.allocated
         elif kind == "capture":
             allocator.graph = int(key)
-            for place, size in enumerate(first):  # a stream of its own, to which cuBLAS gives workspaces of its own
-                if (name := f"first {place} of {key}") not in allocator.blocks:
-                    allocator.born(name, size)
+            make_workspaces(f" of {key}")  # a stream of its own, to which cuBLAS gives workspaces of its own
         elif kind == "captured":
             allocator.graph = 0
         else:

@@ -17,10 +17,10 @@ from torch import Tensor
 from crosstune.memory.gpus import Machine, flash_sums
 from crosstune.memory.precision import repeats_heads
 from crosstune.model import attention, repeatable
-from crosstune.train.trace import StandIn, Temporaries
+from crosstune.train.trace import Inside, StandIn, Temporaries
 
 
-def four_bit_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+def four_bit_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inside:
     """bitsandbytes::gemm_4bit beyond 4 rows: the statistics undone, then the weight in 16 bit, then a plain product.
 
     Up to 4 rows a fused kernel reads the 4-bit weight itself (bitsandbytes' _gemm_4bit_use_custom_cuda).
@@ -28,13 +28,13 @@ def four_bit_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[i
     x, _, shape = args[:3]
     outputs, inputs = shape
     if x.numel() // inputs <= 4:
-        return []
+        return Inside(())
     nested = kwargs.get("absmax_8bit", args[7] if len(args) > 7 else None)
     statistics = [] if nested is None else [4 * nested.numel()] * 2
-    return [*statistics, outputs * inputs * x.element_size()]
+    return Inside([*statistics, outputs * inputs * x.element_size()], first=True)
 
 
-def flash_backward(multiprocessors: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+def flash_backward(multiprocessors: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inside:
     """FlashAttention 2's backward pass: dq summed up in fp32, the softmax's row sums, dk and dv of every query head.
 
     In one order (model/repeatable.py) blocks of keys are dealt out to as many sums as keep all multiprocessors busy.
@@ -46,19 +46,19 @@ def flash_backward(multiprocessors: int, args: tuple[Any, ...], kwargs: Mapping[
     found = [4 * batch * heads * rows, 4 * batch * heads * rows * columns * sums]
     if k.shape[1] != heads:  # grouped heads: gradients of each query head's own copy, summed afterwards
         found += [k.element_size() * batch * heads * k.shape[2] * width] * 2
-    return found
+    return Inside(found, stacked=True)
 
 
-def int8_quantise(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+def int8_quantise(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inside:
     """bitsandbytes::int8_vectorwise_quant: |x| in fp16 and the mask of outliers."""
-    return [2 * args[0].numel(), args[0].numel()]
+    return Inside([2 * args[0].numel(), args[0].numel()])
 
 
-def int8_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+def int8_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inside:
     """bitsandbytes::int8_mixed_scaled_mm: the product in int32, then in fp16, then in the input's type."""
     x, quantised, weight = args[:3]
     count = quantised.numel() // quantised.shape[-1] * weight.shape[0]
-    return [4 * count] + [2 * count] * (x.dtype != torch.float16)
+    return Inside([4 * count] + [2 * count] * (x.dtype != torch.float16), first=True, stacked=True)
 
 
 def int8_quantised(x: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,16 +76,22 @@ def int8_multiplied(x: Tensor, quantised: Tensor, weight: Tensor, *_: Any, **__:
     return x.new_empty((*quantised.shape[:-1], weight.shape[0])), x.new_empty(0)
 
 
-def log_sum_exp(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+def log_sum_exp(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inside:
     """aten::logsumexp: exp(x - max), as large as x (ATen/native/ReduceOps.cpp)."""
-    return [args[0].numel() * args[0].element_size()]
+    return Inside([args[0].numel() * args[0].element_size()], first=True)
 
 
 def four_bit_made(*_: Any, **__: Any) -> None:
     """dequantize_4bit into a tensor that is given: its stand-in for meta compares a list of sizes with a torch.Size."""
 
 
+def added_in_place(into: Tensor, *_: Any) -> Tensor:
+    """scatter_add of a gather's backward pass: into zeros of its own, in place but where a dispatch mode looks on."""
+    return into
+
+
 STAND_INS: dict[str, StandIn] = {
+    "aten::scatter_add": added_in_place,
     "bitsandbytes::dequantize_4bit.out": four_bit_made,
     "bitsandbytes::int8_vectorwise_quant": int8_quantised,
     "bitsandbytes::int8_mixed_scaled_mm": int8_multiplied,

@@ -7,7 +7,8 @@ CUDA kernel allocates inside itself can't be seen there; `kernels.py` adds it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,19 @@ from torch.utils._pytree import tree_iter
 
 from crosstune.memory.allocator import Event
 
-# (the operator's arguments) → sizes of what its CUDA kernel allocates and frees while it runs
-Temporaries = Callable[[tuple[Any, ...], Mapping[str, Any]], list[int]]
+# (the operator's arguments) → what its CUDA kernel allocates and frees while it runs
+Temporaries = Callable[[tuple[Any, ...], Mapping[str, Any]], "Inside"]
 StandIn = Callable[..., Any]  # an operator whose results' shapes hang on values, which meta tensors lack
 META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Sizes of a kernel's temporaries, in the order of their births; what else of the order fragments memory."""
+
+    sizes: Sequence[int]
+    first: bool = False  # born before the operator's results
+    stacked: bool = False  # the last one born dies first
 
 
 class Tracker(TorchDispatchMode):
@@ -81,14 +91,15 @@ class Tracker(TorchDispatchMode):
             return self.answer if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten._to_copy.default and kwargs.get("device", META) != META and args[0].is_meta:
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
-        rule = self.hidden.get(func._schema.name)
-        inside = [(self._born(count), count) for count in rule(args, kwargs)] if rule else []
         name, overload = func._schema.name, func._schema.overload_name
+        inside = self.hidden[name](args, kwargs) if name in self.hidden else Inside(())
+        born = [(self._born(count), count) for count in inside.sizes] if inside.first else []
         out = self.stand_ins.get(f"{name}.{overload}" if overload else name, func)(*args, **kwargs)
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self.track(tensor)
-        for key, count in inside:
+        born = born or [(self._born(count), count) for count in inside.sizes]
+        for key, count in reversed(born) if inside.stacked else born:
             self.trace.append(("died", key, count))
         return out
 

@@ -22,7 +22,7 @@ from crosstune.memory.gpus import find_gpu
 from crosstune.memory.shape import ModelShape
 from crosstune.memory.widths import evaluation_tokens
 from crosstune.model.base import Base
-from crosstune.model.device import machine_of, outside_allocator
+from crosstune.model.device import machine_of, make_workspaces, outside_allocator
 from crosstune.train.drill import go_through
 
 
@@ -33,7 +33,7 @@ def read_grid(options: argparse.Namespace) -> None:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     machine = machine_of(device) if cuda else find_gpu("h200")
     if cuda:
-        warm_up(device)
+        make_workspaces([device])  # with the context, which `outside` is to count
     with Path(options.out).open("w") as out, ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
 
         def say(**line: Any) -> None:
@@ -68,12 +68,6 @@ def read_grid(options: argparse.Namespace) -> None:
         say(kind="done", seconds=round(time.monotonic() - began, 1))
 
 
-def warm_up(device: torch.device) -> None:
-    """The context, and cuBLAS's workspaces of both threads, as the first step of a process makes them."""
-    x = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
-    (x @ x).sum().backward()
-
-
 def read_or_error(base: Base, settings: Settings, evaluate: int) -> dict[str, Any]:
     """What the GPU says, if only that it has too little memory."""
     try:
@@ -93,6 +87,7 @@ def read(base: Base, settings: Settings, evaluate: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()  # those of the stream on which the cell before recorded its passes, too
     torch.cuda.empty_cache()
+    make_workspaces([device])
     torch.cuda.reset_peak_memory_stats()
     phases: dict[str, int] = {}
     most = {"allocated": 0, "reserved": 0, "used": 0}

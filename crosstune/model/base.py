@@ -27,6 +27,7 @@ from crosstune.memory.config import refuse_missing_path
 from crosstune.memory.layout import Layout
 from crosstune.model.attention import attention_name
 from crosstune.model.decoder import FusedDecoder
+from crosstune.model.device import make_workspaces
 from crosstune.model.packed import Rows, can_pack
 from crosstune.model.spread import Spread, device_map, empty_model, loading_map, make_current
 from crosstune.recipe.sections import Model
@@ -215,11 +216,9 @@ def load_base(
         spread.settle(loaded)
         device = spread.devices[0]
     base = Base(loaded, tokenizer, device, DTYPES[precision], Path(model.name).name or model.name, spread)
-    base.freeze()
-    base.attend_as(attention_name(device, DTYPES[precision]))
     if spread is None:
         _refuse_spread(base)
-    return base
+    return _ready(base)
 
 
 def _spread(model: Model, layout: Layout, dtype: torch.dtype) -> Spread:
@@ -245,8 +244,13 @@ def adopt(model: Any, tokenizer: Any) -> Base:
     dtype = next((p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)), torch.float32)
     base = Base(model, tokenizer, device, dtype, Path(model.config.name_or_path or "").name or type(model).__name__)
     _refuse_spread(base)
+    return _ready(base)
+
+
+def _ready(base: Base) -> Base:
     base.freeze()
-    base.attend_as(attention_name(device, dtype))
+    base.attend_as(attention_name(base.device, base.dtype))
+    make_workspaces(base.devices)
     return base
 
 

@@ -35,9 +35,10 @@ def section(file: Path) -> str:
     rows = summaries(lines)
     if not rows:
         raise SystemExit(f"{file}: no line of crosstune's own results; run python -m bench.folds --out {file}")
+    usual, named = ([row for row in rows if row["by_name"] is by_name] for by_name in (False, True))
     parts = [
-        head(file, lines), five_folds(rows), other_lanes(rows), memory(rows, lines), loops(lines), losses(rows),
-        not_run(lines), commands(lines),
+        head(file, lines), five_folds(usual), other_lanes(usual), loaded_by_name(named), memory(rows, lines),
+        loops(lines), losses(rows), not_run(lines), commands(lines),
     ]  # fmt: skip
     return "\n".join(part for part in parts if part)
 
@@ -114,6 +115,25 @@ def other_lanes(rows: list[Line]) -> str:
     return "\n".join(out) + "\n"
 
 
+def loaded_by_name(rows: list[Line]) -> str:
+    """Calls that load the base themselves."""
+    if not rows:
+        return ""
+    out = [
+        "crosstune loads the base by name; seconds without those of loading, which the first call's are beside.\n",
+        "| tokens | lanes | kernels | whole s | loading s | × small, whole | × best, whole | later call s |",
+        "|---|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        cells = [
+            f"{row['tokens']}{cap(row)}", str(row["lanes"]), cell(row["kernels"]), cell(row["whole_s"]),
+            cell(row["load_s"]), ratio(row.get("small_whole_x")), ratio(row.get("best_whole_x")),
+            cell(row["steady_call_s"]),
+        ]  # fmt: skip
+        out.append(f"| {' | '.join(cells)} |")
+    return "\n".join(out) + "\n"
+
+
 def memory(rows: list[Line], lines: list[Line]) -> str:
     """Peaks, and tokens that were padding, of everybody."""
     out = [
@@ -167,7 +187,7 @@ def not_run(lines: list[Line]) -> str:
         if line["kind"] in ("absent", "failed"):
             last = line.get("reason") or line["said"].strip().splitlines()[-1]
             job = line.get("tokens") or " ".join(line.get("job", []))
-            out.append(f"- {line['contestant']}{' ' + job if job else ''}{cap(line)}: {last[:200]}")
+            out.append(f"- {line['contestant']}{' ' + job if job else ''}{cap(line)}{named(line)}: {last[:200]}")
     return "\n".join(["Not run, or failed:\n", *dict.fromkeys(out)]) + "\n" if out else ""
 
 
@@ -180,7 +200,7 @@ def commands(lines: list[Line]) -> str:
 def newest(lines: list[Line]) -> list[Line]:
     """Results, the last one of each job."""
     found = {
-        (line["tokens"], line.get("cap_gib"), line["contestant"], line["lanes"]): line
+        (line["tokens"], line.get("cap_gib"), line.get("by_name"), line["contestant"], line["lanes"]): line
         for line in lines
         if line["kind"] == "result"
     }
@@ -189,12 +209,17 @@ def newest(lines: list[Line]) -> list[Line]:
 
 def tokens(line: Line) -> str:
     """The job's name."""
-    return f"{line['tokens']}{cap(line)}"
+    return f"{line['tokens']}{cap(line)}{named(line)}"
 
 
 def cap(line: Line) -> str:
     """What of the card was to be had, where that wasn't all."""
     return f", {line['cap_gib']:g} GiB" if line.get("cap_gib") else ""
+
+
+def named(line: Line) -> str:
+    """Whether crosstune loaded the base itself."""
+    return ", by name" if line.get("by_name") else ""
 
 
 def cell(value: Any) -> str:

@@ -8,6 +8,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,14 +20,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.folds import job as jobs
+from bench.folds.child import run_child
+from bench.folds.clock import StageClock
 from bench.folds.job import Job, Prepared, base_parameters, prepare
-from bench.folds.machine import mark_quantized
+from bench.folds.machine import mark_quantized, write_base
 from bench.folds.ours import run_ours
 from bench.folds.peer import STYLES, run_peer
 from bench.folds.summary import summaries
 from bench.shapes import random_model
+from crosstune.model.base import adopt, load_base
+from crosstune.recipe.sections import Model
 
 ROOT = Path(__file__).parent.parent
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the bench itself would take the GPU")
 VOCAB, LENGTHS = 384, [9, 31, 12, 17, 40, 23, 8, 28, 14, 36]
 
 
@@ -142,6 +148,51 @@ def test_steady_leaves_out_no_more_than_what_a_first_step_takes_longer(base, cap
     assert line[-1]["steady_s"] == line[1]["steady_waves_s"][0]
 
 
+@on_cpu
+def test_a_base_by_name_gives_the_same_losses_and_its_loading_is_not_counted(mixed, ours_mixed, capsys):
+    options = argparse.Namespace(
+        child="crosstune", by_name=True, shape="tiny", quantization="none", vocab=0, cap=0, mixed=True, tokens=[],
+        rows=mixed.rows, folds=mixed.folds, learning_rate=mixed.learning_rate, lanes=[5], calls=2,
+    )  # fmt: skip
+
+    def slowly(*args: Any, **words: Any) -> Any:
+        time.sleep(0.2)
+        return load_base(*args, **words)
+
+    with patch("crosstune.model.base.load_base", slowly):
+        run_child(options)
+    *calls, line = lines_of(capsys)
+    assert [each["kind"] for each in (*calls, line)] == ["call", "call", "result"]
+    assert all(each["by_name"] for each in (*calls, line)) and "by_name" not in ours_mixed
+    assert (line["losses"], line["rows"]) == (ours_mixed["losses"], ours_mixed["rows"])
+    assert line["load_s"] == calls[0]["load_s"] and line["whole_s"] == calls[0]["seconds"]
+    for call in calls:
+        assert call["load_s"] == call["split"]["load"] >= 0.2
+        lasted = sum(seconds for name, seconds in call["split"].items() if ": " not in name and "step" not in name)
+        assert sum(call["waves_s"]) < call["seconds"] < lasted - call["load_s"] + 1e-3
+
+
+@on_cpu
+def test_a_base_that_was_written_in_nf4_is_loaded_as_the_same_bytes(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    write_base(tmp_path, "tiny", "nf4", VOCAB)
+    loaded = load_base(
+        Model(name=str(tmp_path), quantization="nf4"), None, device=torch.device("cpu"), precision="fp32"
+    )
+    made = random_model("tiny", "nf4", torch.device("cpu"), vocab=VOCAB)
+    assert loaded.digest() == adopt(made, None).digest()
+
+
+def test_loading_is_found_inside_other_stages_too():
+    clock = StageClock()
+    for stage in ("train", "load"):
+        clock.start(stage)
+    time.sleep(0.01)
+    for _ in range(2):
+        clock.stop()
+    assert clock.loading() == clock.seconds["train: load"] >= 0.01
+
+
 def test_the_floors_operations_are_those_that_pytorch_counts(base):
     """4 FLOP a token and parameter for training: the embeddings get no gradient, but the first layer's input does."""
     ids = torch.randint(VOCAB, (3, 16))
@@ -209,6 +260,15 @@ def test_only_what_had_the_same_memory_is_compared_and_the_newest_counts():
     assert (free["best_steady_s"], small["best_steady_s"]) == (25.0, 50.0)
 
 
+def test_a_base_by_name_has_a_row_of_its_own():
+    named = ours(by_name=True, load_s=9.0, whole_s=3.0, kernels="new")
+    lines = [ours(kernels="new"), named, result("trl-small", steady_s=110.0, whole_s=120.0), result("peft")]
+    usual, other = summaries(lines)
+    assert [usual] == summaries([line for line in lines if line is not named])
+    assert (usual["by_name"], usual["load_s"], usual["best_whole_x"]) == (False, None, 7.5)
+    assert (other["by_name"], other["load_s"], other["small_whole_x"], other["best_whole_x"]) == (True, 9.0, 40.0, 10.0)
+
+
 def test_other_rows_are_not_the_same_work():
     found = summaries([ours(), result("trl-best", rows="others")])[0]["losses_agree"]
     assert not found["within_noise"] and not found["same_rows"]
@@ -243,6 +303,18 @@ def test_the_page_of_lines_has_their_ratios_and_refuses_lines_without_crosstune(
     for words in ("NVIDIA H200, 2026-12-01", "torch 2", "| 55.0× | 30.0× |", "5 over 1", "24.0 22.0", "not installed",
                   "python -m bench.folds --tokens 128"):  # fmt: skip
         assert words in text
+    assert "by name" not in text
+    lines += [
+        ours(by_name=True, load_s=9.0, whole_s=3.0, calls_s=[3.0, 2.0], kernels="new", **facts),
+        {"kind": "failed", "contestant": "crosstune", "job": ["--tokens", "9"], "by_name": True, "said": "no disk"},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    longer = tables([file])
+    for words in ("crosstune loads the base by name", "| 128 | 5 | new | 3.00 | 9.00 | 40.0× | – | 3.00 |",
+                  "| 128, by name | crosstune, 5 lanes | 3.00 2.00 |", "--tokens 9, by name: no disk"):  # fmt: skip
+        assert words in longer
+    left = [line for line in longer.splitlines() if line in text.splitlines()]
+    assert [line for line in left if line] == [line for line in text.splitlines() if line]
     file.write_text(json.dumps(lines[0]) + "\n")
     with pytest.raises(SystemExit, match="no line of crosstune's own results"):
         tables([file])

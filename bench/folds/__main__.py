@@ -5,6 +5,7 @@
     python -m bench.folds --mixed --contestants crosstune trl-grouped trl-free        # real lengths
     python -m bench.folds --tokens 128 --lanes 5 40 --contestants crosstune           # eight trials at once
     python -m bench.folds --tokens 512 --cap 16                                       # a small card's memory
+    python -m bench.folds --by-name --contestants crosstune                           # crosstune loads the base itself
     python -m bench.folds --shape tiny --quantization none                            # anywhere: the script itself
 
 All train a Llama-3 shape with the same random weights (--shape, --quantization), LoRA of rank 16 on all linear layers,
@@ -38,7 +39,10 @@ ROOT = Path(__file__).parent.parent.parent
 
 def main() -> None:
     """Run the contestants, or be one."""
-    options = arguments().parse_args()
+    parser = arguments()
+    options = parser.parse_args()
+    if options.by_name and options.quantization == "int8":
+        parser.error("--by-name: no folder is written with --quantization int8; take nf4 or none")
     if options.summary:
         show(summaries(of_file(options.summary)))
     elif options.child:
@@ -72,6 +76,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--quantization", default="nf4")
     parser.add_argument("--vocab", type=int, default=0, help="default: Llama-3's 128256, or 384 for the tiny shape")
+    parser.add_argument("--by-name", action="store_true", help="crosstune loads the base in each call, not counted")
     parser.add_argument("--cap", type=float, default=0, help="GiB of the card that a contestant may use; 0: all")
     parser.add_argument("--kernels", type=Path, help="keep compiled kernels here, in place of compiling all")
     parser.add_argument("--out", type=Path, help="file that the lines are appended to")
@@ -134,7 +139,11 @@ def run_one(name: str, only: list[str], out: TextIO | None, lines: list[dict[str
         said = log.read_text(errors="replace")
         sys.stderr.write(said[-4000:])
         if child.returncode:
-            tell(out, lines, kind="failed", contestant=name, job=only, code=child.returncode, said=said[-1500:])
+            by_name = {"by_name": True} if options.by_name and name == "crosstune" else {}
+            tell(
+                out, lines, kind="failed", contestant=name, job=only, **by_name, code=child.returncode,
+                said=said[-1500:],
+            )  # fmt: skip
 
 
 def tell(out: TextIO | None, lines: list[dict[str, Any]], **line: Any) -> None:

@@ -6,11 +6,12 @@ import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.folds.job import BATCH, Job, prepare
-from bench.folds.machine import build_base, cap_memory, card, device, emit, mark_quantized, versions
+from bench.folds.machine import build_base, cap_memory, card, device, emit, mark_quantized, versions, write_base
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
@@ -26,14 +27,25 @@ def run_child(options: argparse.Namespace) -> None:
     if options.child == "floor":
         run_floor(options)
     elif options.child == "crosstune":
-        from bench.folds.ours import run_ours
+        run_crosstune(options)
+    else:
+        run_loop(options)
 
-        model = build_base(options.shape, options.quantization, options.vocab)
+
+def run_crosstune(options: argparse.Namespace) -> None:
+    """Its calls, with the base in memory or by the name of a folder."""
+    from bench.folds.ours import run_ours
+
+    base = options.shape, options.quantization, options.vocab
+    with tempfile.TemporaryDirectory() as folder:
+        if options.by_name:
+            write_base(Path(folder), *base)
+            model: Any = {"name": folder, "quantization": options.quantization}
+        else:
+            model = build_base(*base)
         for job in jobs(options):
             for lanes in options.lanes:
                 run_ours(model, job, lanes, options)
-    else:
-        run_loop(options)
 
 
 def run_floor(options: argparse.Namespace) -> None:

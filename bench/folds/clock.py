@@ -42,6 +42,10 @@ class StageClock:
         name = f"{self._open[-1][0]}: {stage}" if self._open else stage
         self.seconds[name] += self._mark - began
 
+    def loading(self) -> float:
+        """Seconds in which the base was loaded, inside whatever stage."""
+        return sum(seconds for name, seconds in self.seconds.items() if name.rpartition(": ")[2] == "load")
+
     def aside(self) -> list[float]:
         """By wave, what its first step took beyond the median one: kernels compiled or loaded, graphs recorded."""
         return [max(0.0, steps[0] - statistics.median(steps)) if steps else 0.0 for steps in self.waves]

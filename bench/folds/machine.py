@@ -8,11 +8,12 @@ import platform
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.shapes import random_model
+from bench.shapes import random_model, tokenizer
 
 PACKAGES = (
     "torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "liger_kernel", "unsloth",
@@ -113,6 +114,19 @@ def mark_quantized(model: Any, quantization: str) -> Any:
     model.quantization_method = config.quant_method
     model.is_loaded_in_4bit = model.is_quantized = True
     return model
+
+
+def write_base(folder: Path, shape: str, quantization: str, vocab: int) -> None:
+    """The same base as people have it on disk, NF4 as bitsandbytes quantised it; nothing of it stays in memory."""
+    model = mark_quantized(build_base(shape, quantization, vocab), quantization)
+    began = now()
+    model.config.use_cache = True
+    model.save_pretrained(folder, max_shard_size="5GB")
+    tokenizer().save_pretrained(folder)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"written: {size / 2**30:.2f} GiB, {now() - began:.1f} s", file=sys.stderr, flush=True)
+    del model
+    start_peak()
 
 
 def hold_all_but(gib: float) -> None:

@@ -4,6 +4,12 @@ A call is everything after loading: lint, plan, capture and compilation, scores 
 adapters and journal on disk. Inside it a wave is what a loop over folds also does: adapters put on, trained, scored.
 Steady is a wave of a later call whose first step counts as its median one, as the loop's first fold doesn't count; with
 rows of unlike lengths, where steps differ, it is the wave as it is.
+
+By name (--by-name) the base lies in a folder, as people have it, and each call loads it itself. A call's seconds are
+then the whole call less its "load" stages, whose seconds are `load_s`: loading counts on neither side. Lint, encoding
+the rows and planning count as ever, and so does waiting, once the base is there, for kernels that aren't compiled yet;
+what threads compile while it loads is hidden in loading. The folder was just written, so that the system still has its
+files in memory: loading takes little time and hides little.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +37,7 @@ import crosstune.workers.local
 import crosstune.workers.schedule
 from bench.folds.clock import StageClock
 from bench.folds.job import Job, prepare
-from bench.folds.machine import card, emit, now, peaks, start_peak, versions
+from bench.folds.machine import card, device, emit, now, peaks, start_peak, versions
 from bench.folds.peer import Counted
 from bench.shapes import tokenizer
 from crosstune.data.batches import Batch
@@ -45,20 +51,30 @@ JOURNAL_FACTS = {"lanes", "event", "at"}  # of every line
 OF_LAST = (  # facts of a job, taken from its last call
     "losses", "base_losses", "train_waste", "evaluate_waste", "plan", "used_bytes", "tokens_trained", "steps",
 )  # fmt: skip
+PRECISION = {"cuda": "bf16", "cpu": "fp32"}  # of the base that bench.shapes makes
 TRIALS = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2)  # times the learning rate: eight trials, the first as everywhere
 
 
 def run_ours(model: Any, job: Job, lanes: int, options: argparse.Namespace) -> None:
-    """Call `options.calls` times; a line each, and one for all. One lane alone: one call of a wave a fold."""
+    """Call `options.calls` times; a line each, and one for all. One lane alone: one call of a wave a fold.
+
+    model   in memory, or the mapping that names its folder
+    """
     rows = prepare(job, model).digest()
+    by_name = {"by_name": True} if is_named(model) else {}
     calls = []
     for number in range(1 if lanes == 1 else options.calls):
         calls.append(call(model, job, lanes))
-        emit("call", contestant="crosstune", tokens=job.name, lanes=lanes, number=number, **calls[-1])
+        emit("call", contestant="crosstune", tokens=job.name, lanes=lanes, number=number, **by_name, **calls[-1])
     emit(
         "result", contestant="crosstune", tokens=job.name, lanes=lanes, folds=job.folds, **together(calls, lanes),
-        rows=rows, card=card(), versions=versions(),
+        rows=rows, **by_name, card=card(), versions=versions(),
     )  # fmt: skip
+
+
+def is_named(model: Any) -> bool:
+    """Whether crosstune loads the base itself."""
+    return isinstance(model, Mapping)
 
 
 def together(calls: list[dict[str, Any]], lanes: int) -> dict[str, Any]:
@@ -84,6 +100,7 @@ def together(calls: list[dict[str, Any]], lanes: int) -> dict[str, Any]:
             name: max((each[name] for each in calls), key=lambda gib: gib or 0) for name in ("peak_gib", "reserved_gib")
         },
         "failed": sum(each["failed"] for each in calls),
+        **({"load_s": first["load_s"], "loads_s": [each["load_s"] for each in calls]} if "load_s" in first else {}),
     }
 
 
@@ -91,8 +108,9 @@ def call(model: Any, job: Job, lanes: int) -> dict[str, Any]:
     """One cross-validation: its seconds, what its journal says, padding, peak memory, losses."""
     start_peak()
     words = {**job.settings(), "model": model, "tokenizer": tokenizer(), "progress": StageClock()}
-    if lanes == 1:
-        words["device"] = {"lanes": 1}
+    words["device"] = {"lanes": 1} if lanes == 1 else {}
+    if is_named(model):
+        words["device"]["precision"] = PRECISION[device().type]
     if lanes > job.folds:
         words["sweep"] = {"train.learning_rate": [share * job.learning_rate for share in TRIALS[: lanes // job.folds]]}
     clock: StageClock = words["progress"]
@@ -102,9 +120,11 @@ def call(model: Any, job: Job, lanes: int) -> dict[str, Any]:
         seconds = now() - began
         run = Run.read(result.run)
         waves, plan = run.events("wave_finished"), run.events("plan")[-1]
+    loading = {"load_s": clock.loading()} if is_named(model) else {}
     folds = sorted(result.trials[0]["folds"], key=lambda fold: fold["fold"])
     return {
-        "seconds": seconds,
+        "seconds": seconds - sum(loading.values()),
+        **loading,
         "waves_s": [wave["seconds"] for wave in waves],
         "steady_waves_s": [
             wave["seconds"] - (aside if job.tokens else 0) for wave, aside in zip(waves, clock.aside(), strict=True)
@@ -114,7 +134,7 @@ def call(model: Any, job: Job, lanes: int) -> dict[str, Any]:
         "tokens_trained": sum(wave["tokens"] for wave in waves),
         "steps": sum(wave["steps"] for wave in waves),
         "plan": {key: plan[key] for key in (*WIDTHS, "peak_bytes")},
-        "used_bytes": used_bytes(model.device) if model.device.type == "cuda" else None,
+        "used_bytes": used_bytes(device()) if device().type == "cuda" else None,
         "losses": [fold["loss"] for fold in folds],
         "base_losses": [fold["base_loss"] for fold in folds],
         "train_waste": train.waste(),

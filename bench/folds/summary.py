@@ -22,7 +22,8 @@ def summaries(lines: Iterable[Line]) -> list[Line]:
     for line in lines:
         if line["kind"] in ("result", "floor"):
             kernels = line.get("kernels") if line["contestant"] == "crosstune" else None
-            newest[(line["contestant"], line["tokens"], line.get("lanes"), line.get("cap_gib"), kernels)] = line
+            job = (line["tokens"], line.get("lanes"), line.get("cap_gib"), line.get("by_name"))
+            newest[(line["contestant"], *job, kernels)] = line
     ours = [line for line in newest.values() if line["contestant"] == "crosstune"]
     return [summary(line, beside(line, newest.values())) for line in ours]
 
@@ -48,6 +49,8 @@ def summary(ours: Line, lines: list[Line]) -> Line:
         "lanes": ours["lanes"],
         "cap_gib": ours.get("cap_gib"),
         "kernels": ours.get("kernels"),
+        "by_name": ours.get("by_name", False),
+        "load_s": ours.get("load_s"),  # of the first call, not in whole_s
         "steady_s": mine * ours["steady_s"],
         "steady_wave_s": mine * ours["steady_wave_s"],
         "steady_call_s": ours["steady_call_s"] if ours["lanes"] > 1 else None,
@@ -123,9 +126,9 @@ def agreement(ours: Line, results: list[Line]) -> Line:
 COLUMNS = {
     "tokens": "tokens", "lanes": "lanes", "cap": "cap_gib", "kernels": "kernels",
     "crosstune s": "steady_s", "wave s": "steady_wave_s", "call s": "steady_call_s", "whole s": "whole_s",
-    "small s": "small_steady_s", "best": "best", "best s": "best_steady_s", "× small": "small_steady_x",
-    "× best": "best_steady_x", "whole × small": "small_whole_x", "whole × best": "best_whole_x",
-    "floor s": "floor_s", "floor share": "floor_share",
+    "loading s": "load_s", "small s": "small_steady_s", "best": "best", "best s": "best_steady_s",
+    "× small": "small_steady_x", "× best": "best_steady_x", "whole × small": "small_whole_x",
+    "whole × best": "best_whole_x", "floor s": "floor_s", "floor share": "floor_share",
 }  # fmt: skip
 
 

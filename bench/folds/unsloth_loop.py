@@ -17,13 +17,10 @@ from bench.folds.trl_loop import TimedTrainer, TrlPeer
 
 WRITE = """
 import sys
-from bench.folds.machine import build_base, mark_quantized
-from bench.shapes import tokenizer
+from pathlib import Path
+from bench.folds.machine import write_base
 folder, shape, quantization, vocab = sys.argv[1:]
-model = mark_quantized(build_base(shape, quantization, int(vocab)), quantization)
-model.config.use_cache = True
-model.save_pretrained(folder, max_shard_size="5GB")
-tokenizer().save_pretrained(folder)
+write_base(Path(folder), shape, quantization, int(vocab))
 """
 
 

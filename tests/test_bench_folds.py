@@ -218,7 +218,7 @@ def test_the_floors_operations_are_those_that_pytorch_counts(base):
 
 def result(contestant: str, **facts) -> dict:
     facts = {
-        "tokens": "128", "lanes": 1, "folds": 5, "peak_gib": 9.0, "rows": "same", "card": "NVIDIA H200", "losses": [9.0] * 5,
+        "tokens": "128", "lanes": 1, "folds": 5, "peak_gib": 9.0, "reserved_gib": 99.0, "rows": "same", "card": "NVIDIA H200", "losses": [9.0] * 5,
         "steady_s": 25.0, "whole_s": 30.0, **facts,
     }  # fmt: skip
     return {"kind": "result", "contestant": contestant, **facts}
@@ -258,6 +258,13 @@ def test_only_what_had_the_same_memory_is_compared_and_the_newest_counts():
              result("trl-best", cap_gib=16.0, steady_s=50.0)]  # fmt: skip
     free, small = summaries(lines)
     assert (free["best_steady_s"], small["best_steady_s"]) == (25.0, 50.0)
+
+
+def test_under_a_cap_stands_beside_what_would_have_fit_it():
+    lines = [ours(cap_gib=16.0), result("trl-best", reserved_gib=15.5), result("peft", steady_s=28.0, reserved_gib=15.0),
+             result("trl-small", steady_s=110.0, reserved_gib=6.0)]  # fmt: skip
+    row = summaries(lines)[0]
+    assert (row["best"], row["best_steady_x"], row["small_steady_x"]) == ("peft", 14.0, 55.0)
 
 
 def test_a_base_by_name_has_a_row_of_its_own():

@@ -22,7 +22,15 @@ from crosstune.train import step as step_module
 from crosstune.train import wave as wave_module
 from crosstune.train.fault import WaveFault
 from crosstune.train.optimizer import LaneAdamW
-from crosstune.train.recover import LeakWatch, PlanChanged, is_out_of_memory, refuse_to_shrink, smaller_plan, survive
+from crosstune.train.recover import (
+    LeakWatch,
+    PlanChanged,
+    compare_peak,
+    is_out_of_memory,
+    refuse_to_shrink,
+    smaller_plan,
+    survive,
+)
 from crosstune.train.run_wave import run_wave
 from tests.lanes import Outcome, PlanOf, Shrinking, fold_job, fp32_base, random_tokens, same_adapter
 
@@ -263,6 +271,20 @@ def test_a_real_plan_shrinks_until_the_error():
     with pytest.raises(DeviceError, match="nothing left to make smaller"):
         for _ in range(99):
             found = smaller_plan(found, "an evaluation", evaluating=True)
+
+
+def test_the_peak_is_compared_with_the_plan_without_what_other_programs_hold(monkeypatch):
+    from tests.test_memory_plan import plan
+
+    found, gpu = plan("h200", model={"name": "x", "quantization": "nf4"}), torch.device("cuda")
+    others = 100 << 30
+    crowded = replace(found, free_bytes=found.job.machine.total_bytes - others)
+    for given, held, share in ((found, 0, 1.0), (crowded, others, 1.0), (crowded, others, 1.1), (crowded, others, 0.9)):
+        used = held + int(share * given.peak_bytes)
+        monkeypatch.setattr(recover_module, "used_bytes", lambda device, used=used: used)
+        hint = compare_peak(given, gpu)
+        assert bool(hint) == (share != 1.0)
+        assert not hint or f"{share - 1:+.0%}" in hint
 
 
 def test_a_leak_is_told_once_with_the_tensors_that_grew():

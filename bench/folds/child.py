@@ -89,9 +89,10 @@ def run_loop(options: argparse.Namespace) -> None:
                 from bench.folds.peft_loop import PeftPeer
 
                 peer = PeftPeer(model, style)
+        base = model.get_base_model() if kind == "unsloth" else model
         for job in jobs(options):
             try:
-                run_peer(peer, name, prepare(job, model), options.peer_folds)
+                run_peer(peer, name, prepare(job, base), options.peer_folds)
             except torch.OutOfMemoryError as error:
                 emit("failed", contestant=name, tokens=job.name, said=str(error)[:300])
                 return

@@ -83,9 +83,11 @@ def peaks() -> dict[str, float | None]:
 
 
 def cap_memory(gib: float) -> None:
-    """Let this process's allocator have so much; 0: all."""
+    """Let this process's allocator have so much; 0: all. Raises RuntimeError if the card has more free than that."""
     if gib and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
+        free, total = torch.cuda.mem_get_info()
+        if free > (gib + 1) * 2**30:  # a process that has ended since the rest was held
+            raise RuntimeError(f"{free / 2**30:.1f} GiB are free, which is no cap of {gib} GiB: run it again")
         torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
 
 

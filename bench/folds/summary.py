@@ -13,6 +13,7 @@ OTHER_STEPS = ("trl-grouped",)  # other rows make up a step
 # Largest difference of a fold's loss that is noise, as a share of what the fold learnt. CPU: sums in another order;
 # GPU: products in bf16, adapters in bf16 (TRL) or fp32.
 NOISE = {"CPU": 0.01, "GPU": 0.05}
+CONTEXT_GIB = 1.0  # beside what PyTorch reserves
 Line = dict[str, Any]
 
 
@@ -29,13 +30,13 @@ def summaries(lines: Iterable[Line]) -> list[Line]:
 
 
 def beside(ours: Line, lines: Iterable[Line]) -> list[Line]:
-    """What others did of the same job, with the same memory; the floor knows no memory."""
-    return [
-        line
-        for line in lines
-        if line["tokens"] == ours["tokens"] and line["contestant"] != "crosstune"
-        if line["kind"] == "floor" or line.get("cap_gib") == ours.get("cap_gib")
-    ]
+    """What others did of the same job; under a cap those that held no more without one, too. The floor holds nothing."""
+    others = [line for line in lines if line["tokens"] == ours["tokens"] and line["contestant"] != "crosstune"]
+    cap = ours.get("cap_gib")
+    same = [line for line in others if line["kind"] == "floor" or line.get("cap_gib") == cap]
+    seen = {line["contestant"] for line in same}
+    free = (line for line in others if line["contestant"] not in seen and not line.get("cap_gib"))
+    return same + [line for line in free if cap and line["reserved_gib"] and line["reserved_gib"] + CONTEXT_GIB <= cap]
 
 
 def summary(ours: Line, lines: list[Line]) -> Line:

@@ -127,14 +127,14 @@ def compare_peak(plan: Plan, device: torch.device) -> str:
     """A hint if the device's peak and the plan's differ by more than 5%; empty if not, and where it can't be told."""
     if device.type != "cuda" or plan.layout is not None:
         return ""  # of one device only is it known; a process's resident memory has its peak while the base is loaded
-    used = used_bytes(device)
+    others = max(0, plan.job.machine.total_bytes - plan.free_bytes)  # other programs', when the plan was made
+    used = used_bytes(device) - others
     miss = used / plan.peak_bytes - 1
     if abs(miss) <= PEAK_SHARE:
         return ""
-    why = (
-        "passes were smaller than the largest that could come" if miss < 0 else "other programs on the device count in"
-    )
-    held = f"the device held {bytes_words(used)} at most; the plan said {bytes_words(plan.peak_bytes)}"
+    less = "passes were smaller than the largest that could come"
+    why = less if miss < 0 else "or other programs have taken more of the device since"
+    held = f"this run held {bytes_words(used)} at most; the plan said {bytes_words(plan.peak_bytes)}"
     return f"{held} ({miss:+.0%}: {why})"
 
 

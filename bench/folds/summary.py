@@ -30,7 +30,7 @@ def summaries(lines: Iterable[Line]) -> list[Line]:
 
 
 def beside(ours: Line, lines: Iterable[Line]) -> list[Line]:
-    """What others did of the same job; under a cap those that held no more without one, too. The floor holds nothing."""
+    """What others did of the same job; under a cap also those that held no more without it. The floor holds none."""
     others = [line for line in lines if line["tokens"] == ours["tokens"] and line["contestant"] != "crosstune"]
     cap = ours.get("cap_gib")
     same = [line for line in others if line["kind"] == "floor" or line.get("cap_gib") == cap]

@@ -64,6 +64,7 @@ def run_edges(options: argparse.Namespace) -> None:
     machine = machine_of(device)
     bases = OneBase(device, clear)
     with Path(options.out).open("w") as out, ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        out.write(json.dumps({"kind": "env", "gpu": machine.name, "torch": torch.__version__}) + "\n")
         for edge in [pool.submit(find_edge, *edge, machine) for edge in EDGES]:
             cell = edge.result()
             settings = Settings(

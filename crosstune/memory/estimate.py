@@ -226,9 +226,9 @@ def outside_bytes(settings: Settings, machine: Machine) -> int:
 def fragmentation_bytes(transient: int, machine: Machine) -> int:
     """Bytes reserved beyond those allocated.
 
-    Expandable segments: an H200 showed 0 to 964 MiB in 81 settings (docs/memory.md), 8 to 250 MiB for small passes and
-    0.1 to 1.5% of what comes and goes with large ones. Fixed ones: in rehearsals 1 to 99% of all, 10% in the median. On
-    a CPU, glibc's heap held 20% and 31% more than the tensors of a step with 2,400 and 5,120 tokens (135M, fp32).
+    Expandable segments: an H200 showed 6 to 1,084 MiB in 72 settings, 38 in the median (docs/memory.md). Fixed ones: in
+    rehearsals up to 77% of all, 9% in the median. On a CPU, glibc's heap held 20% and 31% more than the
+    tensors of a step with 2,400 and 5,120 tokens (135M, fp32).
     """
     if machine.kind != "cuda":
         return transient // 3

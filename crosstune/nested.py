@@ -20,7 +20,7 @@ from crosstune.crossval import cross_validate
 from crosstune.data.rows import Rows
 from crosstune.errors import LaneFailed, RecipeError
 from crosstune.inputs import read_asked_rows
-from crosstune.metrics import find_metric
+from crosstune.metrics import find_metric, limits_of
 from crosstune.progress import Progress, choose_progress
 from crosstune.recipe.asked import Asked, gather
 from crosstune.recipe.recipe import Recipe
@@ -149,7 +149,7 @@ def nested_cross_validate(
         found.append(_one_fold(asked, fold, inner, progress, retry_failed))
     metric = str(asked.recipe.sweep.get("metric", "loss"))
     share = float(np.mean([len(fold.held_out) / (len(fold.held_out) + len(fold.train)) for fold in outer]))
-    interval = fold_interval([fold.scores[metric] for fold in found], test_share=share)
+    interval = fold_interval([fold.scores[metric] for fold in found], test_share=share, limits=limits_of(metric))
     nested = Nested(Path(asked.recipe.output), metric, tuple(found), interval)
     write_text(nested.run / "nested.json", json.dumps(nested.to_json(), indent=1) + "\n")
     return nested

@@ -171,6 +171,25 @@ def test_unknown_names_are_all_named_with_the_nearest():
     assert [metric.name for metric in find_metrics(["loss", "mcc"])] == ["loss", "mcc"]
 
 
+@given(
+    some.lists(some.tuples(some.text("ab1 {}", max_size=8), some.text("ab1 {}", max_size=8)), min_size=1, max_size=6),
+    some.integers(0, 2**32 - 1),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_metric_leaves_its_limits(pairs, seed):
+    draw = np.random.default_rng(seed)
+    labels, chances = draw.integers(0, 3, 9), draw.dirichlet([0.2] * 3, 9)
+    for metric in METRICS.values():
+        if metric.kind == "text":
+            found = metric.of_texts(*map(list, zip(*pairs, strict=True)))
+        elif metric.kind == "choice":
+            found = metric.of_chances(labels, chances)
+        else:
+            continue
+        low, high = metric.limits
+        assert math.isnan(found) or low - 1e-9 <= found <= high + 1e-9, (metric.name, found)
+
+
 def test_every_metric_says_what_it_is_and_none_without_rows():
     for metric in METRICS.values():
         assert metric.description.endswith(".") or metric.description.endswith(")."), metric.name

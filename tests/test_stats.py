@@ -1,6 +1,7 @@
 """Statistics against published figures, baycomp, scipy and simulations with a known truth."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,6 +33,15 @@ def test_fold_interval_by_hand():
     assert (interval.mean, interval.n) == (2, 5)
     assert interval.std == pytest.approx(math.sqrt(2.5))
     assert (interval.low, interval.high) == pytest.approx((2 - half, 2 + half), rel=1e-6)
+
+
+def test_an_interval_ends_where_scores_do_and_is_else_the_same():
+    scores = [0.9, 1.0, 1.0, 0.95, 0.95]
+    wide, cut = (fold_interval(scores, test_share=0.2, limits=limits) for limits in ((-math.inf, math.inf), (0.0, 1.0)))
+    assert wide.high > 1
+    assert cut == replace(wide, high=1.0)
+    mirrored = fold_interval([1 - score for score in scores], test_share=0.2, limits=(0.0, 1.0))
+    assert (mirrored.low, mirrored.high) == (0.0, pytest.approx(1 - cut.low))
 
 
 def test_one_score_has_no_interval():

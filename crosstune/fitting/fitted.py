@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from crosstune.metrics import limits_of
 from crosstune.results.scores import held_out_share_of
 from crosstune.stats import Interval, fold_interval
 from crosstune.store.run import Run
@@ -129,7 +130,7 @@ def _share_at(by_step: Mapping[float, Mapping[int, Mapping[str, Any]]], fold: in
 
 
 def _expected(losses: Sequence[float], test_share: float, at: float, epochs: float, chosen: Sequence[str]) -> Expected:
-    found: Interval = fold_interval(losses, test_share=test_share)
+    found: Interval = fold_interval(losses, test_share=test_share, limits=limits_of("loss"))
     low, high = (None, None) if math.isnan(found.low) else (found.low, found.high)
     epoch = round(at * epochs, 6)
     return Expected(found.mean, low, high, len(losses), epoch, at, bool(chosen), " and ".join(chosen))

@@ -23,13 +23,14 @@ from crosstune.errors import RecipeError
 from crosstune.metrics import choice, text
 
 Kind = Literal["loss", "text", "choice"]
+ANY = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     """One metric. `row`: one number for one row, averaged; `whole`: one number for all rows at once.
 
-    `rows`: of a choice, each row's number, where the metric is their mean.
+    `rows`: of a choice, each row's number, where the metric is their mean. `limits`: the least and the most it can be.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Metric:
     row: Callable[[str, str], float] | None = None
     whole: Callable[[Any, Any], Any] | None = None
     rows: Callable[[Any, Any], NDArray[np.float64]] | None = None
+    limits: tuple[float, float] = ANY
 
     def by_row(self, predicted: Sequence[str], wanted: Sequence[str]) -> NDArray[np.float64] | None:
         """Each row's own score, where the metric has one."""
@@ -77,16 +79,16 @@ def _first_line(function: Callable[..., Any]) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0]
 
 
-def _loss(name: str, higher: bool, description: str) -> Metric:
-    return Metric(name, "loss", higher, description)
+def _loss(name: str, higher: bool, limits: tuple[float, float], description: str) -> Metric:
+    return Metric(name, "loss", higher, description, limits=limits)
 
 
 def _row(name: str, function: Callable[[str, str], float]) -> Metric:
-    return Metric(name, "text", True, _first_line(function), row=function)
+    return Metric(name, "text", True, _first_line(function), row=function, limits=(0.0, 1.0))
 
 
 def _corpus(name: str, function: Callable[[Sequence[str], Sequence[str]], float]) -> Metric:
-    return Metric(name, "text", True, _first_line(function), whole=function)
+    return Metric(name, "text", True, _first_line(function), whole=function, limits=(0.0, 100.0))
 
 
 def _choice(
@@ -95,16 +97,22 @@ def _choice(
     rows: Callable[[Any, Any], NDArray[np.float64]] | None = None,
     *,
     higher: bool = True,
+    limits: tuple[float, float] = (0.0, 1.0),
 ) -> Metric:
-    return Metric(name, "choice", higher, _first_line(function), whole=function, rows=rows)
+    return Metric(name, "choice", higher, _first_line(function), whole=function, rows=rows, limits=limits)
 
 
 METRICS = {
     metric.name: metric
     for metric in (
-        _loss("loss", False, "Mean −log probability of a target token, over all target tokens of the held-out rows."),
-        _loss("perplexity", False, "exp(loss)."),
-        _loss("token_accuracy", True, "Share of target tokens that are the model's first choice."),
+        _loss(
+            "loss",
+            False,
+            (0.0, math.inf),
+            "Mean −log probability of a target token, over all target tokens of the held-out rows.",
+        ),
+        _loss("perplexity", False, (1.0, math.inf), "exp(loss)."),
+        _loss("token_accuracy", True, (0.0, 1.0), "Share of target tokens that are the model's first choice."),
         _row("exact_match", text.exact_match),
         _row("normalized_match", text.normalized_match),
         _row("token_f1", text.token_f1),
@@ -120,10 +128,10 @@ METRICS = {
         _choice("balanced_accuracy", choice.balanced_accuracy),
         _choice("macro_f1", choice.macro_f1),
         _choice("micro_f1", choice.micro_f1, choice.right_by_row),
-        _choice("mcc", choice.mcc),
-        _choice("log_loss", choice.log_loss, choice.log_loss_by_row, higher=False),
+        _choice("mcc", choice.mcc, limits=(-1.0, 1.0)),
+        _choice("log_loss", choice.log_loss, choice.log_loss_by_row, higher=False, limits=(0.0, math.inf)),
         _choice("roc_auc", choice.roc_auc),
-        _choice("brier", choice.brier, choice.brier_by_row, higher=False),
+        _choice("brier", choice.brier, choice.brier_by_row, higher=False, limits=(0.0, 2.0)),
         _choice("ece", choice.ece, higher=False),
     )
 }
@@ -142,6 +150,11 @@ def find_metric(name: str) -> Metric:
     near = difflib.get_close_matches(name, METRICS, n=2, cutoff=0.5) or [known for known in METRICS if name in known]
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(METRICS)}; or file.py:function."
     raise RecipeError(f"evaluate.metrics: unknown metric {name!r}", hint)
+
+
+def limits_of(name: str) -> tuple[float, float]:
+    """The least and the most that a metric can be; a function of your own may be anything."""
+    return METRICS[name].limits if name in METRICS else ANY
 
 
 def find_metrics(names: Sequence[str]) -> tuple[Metric, ...]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from crosstune.errors import DataError
+from crosstune.metrics import limits_of
 from crosstune.stats import Comparison, Interval, adjust_holm, compare_folds, fold_interval, rank_probabilities
 
 Verdict = Literal["best", "worse", "equivalent", "unclear", "other rows", "other tokens", "failed"]
@@ -105,6 +106,7 @@ def rank_trials(
 
     A trial that was given up early has fewer folds; it is compared on those it has, and never comes first.
     """
+    words: dict[str, Any] = {"test_share": test_share, "confidence": confidence, "limits": limits_of(metric)}
     finite = [_finite_only(entry) for entry in entries]
     scored = [entry for entry in finite if entry.scores]
     if not scored:
@@ -125,7 +127,7 @@ def rank_trials(
     places = []
     top = alike.index(best)
     for index, entry in enumerate(alike):
-        interval = fold_interval(list(entry.scores.values()), test_share=test_share, confidence=confidence)
+        interval = fold_interval(list(entry.scores.values()), **words)
         chance: dict[str, Any] = {
             "first": firsts[index],
             "last": lasts[index],
@@ -142,13 +144,11 @@ def rank_trials(
     places.sort(key=lambda place: (place.verdict != "best", _order(place, best, alike, sign)))
     for entry, its in zip(scored, keys, strict=True):
         if its != key:
-            interval = fold_interval(list(entry.scores.values()), test_share=test_share, confidence=confidence)
+            interval = fold_interval(list(entry.scores.values()), **words)
             verdict = "other rows" if its[0] != key[0] else "other tokens"
             places.append(Place(entry.name, interval, verdict, note=entry.note, trial=entry.trial))
     failed = [entry for entry in finite if not entry.scores]
-    places += [
-        Place(e.name, fold_interval([], test_share=test_share), "failed", note=e.note, trial=e.trial) for e in failed
-    ]
+    places += [Place(e.name, fold_interval([], **words), "failed", note=e.note, trial=e.trial) for e in failed]
     sentence = say_conclusion(metric, places, higher_is_better=higher_is_better)
     return Ranking(metric, tuple(places), rope, confidence, sentence, higher_is_better, _warnings(places, whole))
 

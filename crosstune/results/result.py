@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crosstune.errors import MissingExtra, RunError
+from crosstune.metrics import limits_of
 from crosstune.results.review import compare_runs, epoch_choice, learning_curve, read_review
 from crosstune.results.scores import (
     baselines,
@@ -205,7 +206,7 @@ def _examined(fold: int, scores: Mapping[str, Mapping[int, float]]) -> dict[str,
 def _summary(
     folds: Sequence[Mapping[str, Any]], asked: int, scores: Mapping[str, Mapping[int, float]], test_share: float
 ) -> dict[str, Any]:
-    interval = fold_interval([fold["loss"] for fold in folds], test_share=test_share)
+    interval = fold_interval([fold["loss"] for fold in folds], test_share=test_share, limits=limits_of("loss"))
     tokens = sum(fold["tokens"] for fold in folds)
     return {
         "folds": [{name: fold[name] for name in FOLD_FIELDS} | _examined(fold["fold"], scores) for fold in folds],

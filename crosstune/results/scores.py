@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.errors import DataError
-from crosstune.metrics import Metric, find_metric, find_metrics
+from crosstune.metrics import Metric, find_metric, find_metrics, limits_of
 from crosstune.metrics.choice import calibration, confusion
 from crosstune.results.compare import Entry, Ranking, rank_trials
 from crosstune.stats import Interval, fold_interval, ratio_interval, statistic_interval
@@ -59,7 +59,7 @@ def metric_summaries(run: Run, trial: int, scores: Mapping[str, Mapping[int, flo
     summaries = {}
     for name, by_fold in scores.items():
         values = [value for value in by_fold.values() if math.isfinite(value)]
-        over = fold_interval(values, test_share=share)
+        over = fold_interval(values, test_share=share, limits=limits_of(name))
         summaries[name] = {
             "mean": known(over.mean), "std": known(over.std), "interval95": limits(over), "folds": over.n,
             "higher_is_better": find_metric(name).higher_is_better,

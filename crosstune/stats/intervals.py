@@ -34,13 +34,20 @@ class Interval:
         return f"{self.mean:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
-def fold_interval(scores: ArrayLike, *, test_share: float, confidence: float = 0.95) -> Interval:
+def fold_interval(
+    scores: ArrayLike,
+    *,
+    test_share: float,
+    confidence: float = 0.95,
+    limits: tuple[float, float] = (-math.inf, math.inf),
+) -> Interval:
     """The mean score over folds, with Nadeau and Bengio's corrected resampled t interval.
 
     Training sets of different folds share rows, so fold scores are not independent and the usual standard error s/√n
     is too small. The correction replaces 1/n by 1/n + n_test/n_train (Nadeau & Bengio, Machine Learning 52, 2003,
     eq. 9): `test_share` is n_test / (n_test + n_train), which is 1/K for K folds.
-    Equal scores (five folds with nothing wrong) tell nothing of how far others may lie: no interval.
+    Equal scores (five folds with nothing wrong) tell nothing of how far others may lie: no interval. `limits`: what a
+    score can be; an interval ends there, and covers as much as one that doesn't.
     """
     values = _finite(scores)
     n = len(values)
@@ -51,7 +58,7 @@ def fold_interval(scores: ArrayLike, *, test_share: float, confidence: float = 0
     if is_flat(values, size=float(np.abs(values).max())):
         return Interval(mean, std, math.nan, math.nan, n)
     half = float(distributions.t.ppf(0.5 + confidence / 2, n - 1)) * std * math.sqrt(overlap_factor(n, test_share))
-    return Interval(mean, std, mean - half, mean + half, n)
+    return Interval(mean, std, max(mean - half, limits[0]), min(mean + half, limits[1]), n)
 
 
 def is_flat(values: NDArray[np.float64], *, size: float) -> bool:

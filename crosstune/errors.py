@@ -125,3 +125,19 @@ def refuse(findings: Sequence[Finding]) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of another library's message: the rest is advice about its own options."""
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
+
+
+def hub_fix(error: BaseException, otherwise: str) -> str:
+    """What to do where the hub didn't give a model: `otherwise`, but where it said why."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    said: BaseException | None = error
+    while said is not None:
+        if isinstance(said, GatedRepoError):
+            return "Ask for access on the model's page, then log in on this computer: hf auth login."
+        if isinstance(said, RepositoryNotFoundError):
+            return f"Check the spelling; if the model is private, log in: hf auth login. {otherwise}"
+        if isinstance(said, LocalEntryNotFoundError):
+            return "Check the connection, or download the model where there is one (hf download) and give its folder."
+        said = said.__cause__
+    return otherwise

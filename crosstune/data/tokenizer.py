@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from crosstune.data.gguf_once import parsed_once
 from crosstune.data.template import ChatTemplate
-from crosstune.errors import Finding, MissingExtra, ModelError, first_line
+from crosstune.errors import Finding, MissingExtra, ModelError, first_line, hub_fix
 from crosstune.recipe.sections import Model
 
 if TYPE_CHECKING:
@@ -166,9 +166,10 @@ def _from_pretrained(model: Model) -> PreTrainedTokenizerBase:
         ) from None
     # The tokenizers library raises bare `Exception` for a damaged tokenizer.json (0.23: no class of its own).
     except Exception as error:
-        raise ModelError(f"the tokenizer of {name!r} can't be loaded: {first_line(error)}",
-                         "Check model.name (or model.tokenizer): a folder with tokenizer.json, a hub id, or a "
-                         ".gguf file.") from None  # fmt: skip
+        fix = "Check model.name (or model.tokenizer): a folder with tokenizer.json, a hub id, or a .gguf file."
+        raise ModelError(
+            f"the tokenizer of {name!r} can't be loaded: {first_line(error)}", hub_fix(error, fix)
+        ) from None
 
 
 def _place(name: str, model: Model) -> tuple[str, dict[str, Any]]:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from crosstune.errors import ModelError
+from crosstune.errors import ModelError, first_line, hub_fix
 from crosstune.recipe.sections import Model
 
+NAMES_A_BASE = "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name."
 # GGUF value types (github.com/ggml-org/ggml/blob/master/docs/gguf.md): struct formats of the plain ones
 _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -38,7 +39,7 @@ def refuse_missing_path(name: str) -> None:
         looked = "" if name.startswith(("/", "~")) else f" (looked for from {str(Path.cwd())!r})"
         raise ModelError(
             f"there is no base model at {name!r}{looked}",
-            "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name.",
+            NAMES_A_BASE,
         )
 
 
@@ -48,7 +49,7 @@ def _load(file: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"the base model {name!r} has no config.json that can be read: {error}",
-            "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name.",
+            NAMES_A_BASE,
         ) from None
     return dict(found)
 
@@ -63,10 +64,8 @@ def _from_hub(model: Model) -> Path:
             return Path(cached)
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"the base model {model.name!r} can't be found: {first}",
-            "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name.",
+            f"the base model {model.name!r} can't be found: {first_line(error)}", hub_fix(error, NAMES_A_BASE)
         ) from None
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from crosstune.data.gguf_once import forget_parsed, parsed_once
-from crosstune.errors import MissingExtra, ModelError, first_line
-from crosstune.memory.config import refuse_missing_path
+from crosstune.errors import MissingExtra, ModelError, first_line, hub_fix
+from crosstune.memory.config import NAMES_A_BASE, refuse_missing_path
 from crosstune.memory.layout import Layout
 from crosstune.model.attention import attention_name
 from crosstune.model.decoder import FusedDecoder
@@ -208,7 +208,7 @@ def load_base(
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"the base model {model.name!r} can't be loaded: {first_line(error)}",
-            "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name.",
+            hub_fix(error, NAMES_A_BASE),
         ) from None
     finally:
         forget_parsed()
@@ -359,6 +359,6 @@ def load_config(model: Model) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"the base model {model.name!r} has no config that can be read: {first_line(error)}",
-            "Give a hub id, a folder with config.json and safetensors, or a .gguf file in model.name.",
+            hub_fix(error, NAMES_A_BASE),
         ) from None
     return dict(config.to_dict())

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from crosstune.model.repeatable import attend
 
@@ -134,8 +135,8 @@ class ShortRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BhTD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, scale: float) -> Tensor:  # type: ignore[override]
-        out_BhTD, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BhTD, k_BgTD, v_BgTD, 0.0, True, scale=scale
+        out_BhTD = scaled_dot_product_attention(
+            q_BhTD, k_BgTD, v_BgTD, is_causal=True, scale=scale, enable_gqa=k_BgTD.shape[1] != q_BhTD.shape[1]
         )
         ctx.save_for_backward(q_BhTD, k_BgTD, v_BgTD)
         ctx.scale = scale

@@ -38,10 +38,12 @@ def list_options(kind: type[BaseModel], prefix: str = "") -> Iterator[Option]:
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The pydantic model that `annotation` (or one side of its union) is, if any."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Annotated, Union, UnionType):
+    origin = get_origin(annotation)
+    if origin in (Annotated, Union, UnionType):
         return next((section for part in get_args(annotation) if (section := section_of(part))), None)
+    # Python 3.10 takes `list[int]` for a type, but not as issubclass's argument
+    if origin is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
     return None
 
 

@@ -129,7 +129,13 @@ def first_line(error: BaseException) -> str:
 
 def hub_fix(error: BaseException, otherwise: str) -> str:
     """What to do where the hub didn't give a model: `otherwise`, but where it said why."""
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     said: BaseException | None = error
     while said is not None:
@@ -137,6 +143,10 @@ def hub_fix(error: BaseException, otherwise: str) -> str:
             return "Ask for access on the model's page, then log in on this computer: hf auth login."
         if isinstance(said, RepositoryNotFoundError):
             return f"Check the spelling; if the model is private, log in: hf auth login. {otherwise}"
+        if isinstance(said, RevisionNotFoundError):
+            return "Check model.revision: a branch, tag or commit of that model; without it, the main branch is taken."
+        if isinstance(said, HfHubHTTPError) and said.response.status_code == 401:
+            return "The hub doesn't accept this computer's token (expired, or mistyped in HF_TOKEN): hf auth login."
         if isinstance(said, LocalEntryNotFoundError):
             return "Check the connection, or download the model where there is one (hf download) and give its folder."
         said = said.__cause__

@@ -43,6 +43,7 @@ def folder(tmp_path, monkeypatch, tiny):
         (["model=empty"], ["empty"]),
         (["model=broken"], ["broken"]),
         (["model=gone.gguf"], ["gone.gguf"]),
+        (["model.tokenizer=./gone"], ["./gone", "Check model.tokenizer"]),
         (["folds.kind=stratified", "folds.by=lable"], ["lable", "label"]),
         (["folds.kind=group", "folds.group=usr"], ["usr", "label"]),
         (["folds.k=13"], ["13", "12"]),

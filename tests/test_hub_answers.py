@@ -33,7 +33,8 @@ class Refusing(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.send_response(self.server.status)
-        self.send_header("X-Error-Code", self.server.why)
+        header = "X-Error-Message" if " " in self.server.why else "X-Error-Code"
+        self.send_header(header, self.server.why)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -53,7 +54,13 @@ def fixes_of(tmp_path, **environment):
 
 @pytest.mark.parametrize(
     ("status", "why", "words"),
-    [(403, "GatedRepo", "Ask for access on the model's page"), (404, "RepoNotFound", "Check the spelling")],
+    [
+        (403, "GatedRepo", "Ask for access on the model's page"),
+        (404, "RepoNotFound", "Check the spelling"),
+        (404, "RevisionNotFound", "Check model.revision"),
+        (401, "Invalid credentials in Authorization header", "The hub doesn't accept this computer's token"),
+        (404, "EntryNotFound", ("Give a hub id, a folder", "Check model.name (or model.tokenizer)")),
+    ],
 )
 def test_the_fix_follows_what_the_hub_said(tmp_path, status, why, words):
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:

@@ -175,13 +175,14 @@ def _from_pretrained(model: Model) -> PreTrainedTokenizerBase:
 def _place(name: str, model: Model) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` is to be given: a folder or hub id, and the GGUF file in it."""
     path = Path(name)
+    check = f"Check model.{'tokenizer' if name == model.tokenizer else 'name'}."
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     if path.suffix.lower() == ".gguf":
         if path.is_file():
             return str(path.parent), options | {"gguf_file": path.name}
         if name.count("/") == 2 and not name.startswith((".", "/")):
             return name.rpartition("/")[0], options | {"gguf_file": path.name, "revision": model.revision}
-        raise ModelError(f"the model file {name!r} does not exist", "Check model.name.")
+        raise ModelError(f"the model file {name!r} does not exist", check)
     if path.exists():
         if path.is_file():
             raise ModelError(
@@ -189,7 +190,7 @@ def _place(name: str, model: Model) -> tuple[str, dict[str, Any]]:
             )
         return name, options
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"the model folder {name!r} does not exist", "Check model.name.")
+        raise ModelError(f"the model folder {name!r} does not exist", check)
     return name, options | {"revision": model.revision}
 
 

@@ -168,7 +168,18 @@ def test_unknown_names_are_all_named_with_the_nearest():
     with pytest.raises(RecipeError) as caught:
         find_metrics(["loss", "acuracy", "rouge_l"])
     assert "acuracy" in str(caught.value) and "accuracy" in caught.value.fix and "rouge_l" in caught.value.problem
+    for written, meant in (("BLEU", "bleu"), ("ROUGE-L", "rougeL")):
+        with pytest.raises(RecipeError) as caught:
+            find_metrics([written])
+        assert caught.value.fix.startswith(f"Did you mean {meant}"), caught.value.fix
     assert [metric.name for metric in find_metrics(["loss", "mcc"])] == ["loss", "mcc"]
+
+
+def test_a_file_that_raises_when_it_is_loaded_is_named_with_what_it_raised(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("limit = LIMT\n\ndef f(said, wanted):\n    return 1.0\n")
+    with pytest.raises(RecipeError, match=r"mine\.py' can't be loaded: NameError: name 'LIMT'"):
+        find_metric(f"{file}:f")
 
 
 @given(

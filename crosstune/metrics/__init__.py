@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.errors import RecipeError
+from crosstune.errors import RecipeError, first_line
 from crosstune.metrics import choice, text
 
 Kind = Literal["loss", "text", "choice"]
@@ -147,7 +147,9 @@ def find_metric(name: str) -> Metric:
         return METRICS[name]
     if ":" in name:
         return from_function(_load_function(name), name=name)
-    near = difflib.get_close_matches(name, METRICS, n=2, cutoff=0.5) or [known for known in METRICS if name in known]
+    plain = {known.lower(): known for known in METRICS}
+    near = [plain[found] for found in difflib.get_close_matches(name.lower(), plain, n=2, cutoff=0.5)]
+    near = near or [known for known in METRICS if name in known]
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(METRICS)}; or file.py:function."
     raise RecipeError(f"evaluate.metrics: unknown metric {name!r}", hint)
 
@@ -190,11 +192,16 @@ def _load_function(name: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
-        function = vars(module)[what]
     except (ImportError, OSError, SyntaxError) as error:
         raise RecipeError(f"evaluate.metrics: {where!r} can't be loaded: {error}", "Give file.py:function.") from None
-    except KeyError:
-        raise RecipeError(f"evaluate.metrics: {where} has no {what!r}", "Give file.py:function.") from None
+    except Exception as error:  # the user's own lines run here, and may raise anything
+        raise RecipeError(
+            f"evaluate.metrics: {where!r} can't be loaded: {type(error).__name__}: {first_line(error)}",
+            "Mend that file: it is imported as it is.",
+        ) from None
+    if what not in vars(module):
+        raise RecipeError(f"evaluate.metrics: {where} has no {what!r}", "Give file.py:function.")
+    function = vars(module)[what]
     if not callable(function):
         raise RecipeError(f"evaluate.metrics: {name} is not a function", "Give file.py:function.")
     return function  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ import pytest
 from crosstune.errors import DataError
 from crosstune.report.ranking_table import show_ranking
 from crosstune.results.compare import Entry, rank_trials
+from crosstune.stats import fold_interval
 from crosstune.sweep.pruning import Halving, Race
 from crosstune.sweep.sweep import Sweep
 
@@ -56,6 +57,22 @@ def test_failed_trials_and_other_rows_are_listed_and_not_compared():
     assert any("other held-out rows" in warning for warning in ranking.warnings)
     with pytest.raises(DataError):
         rank_trials([entry("d", [math.nan])], test_share=0.2)
+
+
+def test_every_trials_interval_ends_where_the_metric_does():
+    scores = [0.9, 1.0, 1.0]
+    entries = [
+        entry("a", scores, folds_key="x"),
+        entry("b", [0.1, 0.0, 0.0], folds_key="x"),
+        entry("c", scores, folds_key="y"),
+    ]
+    wide = fold_interval(scores, test_share=1 / 3)
+    assert wide.high > 1
+    for metric, ends in (("accuracy", (0.0, 1.0)), ("mine.py:score", (1 - wide.high, wide.high))):
+        ranking = rank_trials(entries, metric=metric, test_share=1 / 3, higher_is_better=True)
+        a, b, c = (place.interval for place in ranking.places)
+        assert (a.high, c.high) == (ends[1], ends[1]) and b.low == pytest.approx(ends[0])
+        assert a.low == c.low == wide.low and b.high == pytest.approx(1 - wide.low)
 
 
 def test_one_trial_and_one_fold_claim_nothing():

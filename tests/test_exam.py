@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from crosstune.nested import Nested, OuterFold, nested_cross_validate
 from crosstune.progress import Quiet
 from crosstune.report.score_table import show_scores
 from crosstune.results.result import Result
-from crosstune.results.scores import fold_scores, right_and_chances
+from crosstune.results.scores import fold_scores, held_out_share_of, metric_summaries, right_and_chances
 from crosstune.stats import fold_interval
 from crosstune.store.run import Run
 
@@ -258,6 +259,28 @@ def test_nested_cross_validation_scores_the_choice_on_rows_it_never_saw(tiny, co
     assert "every outer fold chose train.learning_rate=0.01" in nested.sentence
     with pytest.raises(CrosstuneError, match="nested_cross_validate"):
         run(tree)
+
+
+def test_a_nested_interval_ends_where_its_metric_does(tiny, colours, tmp_path):
+    sweep = {"train.learning_rate": [0.01, 0.0], "metric": "token_accuracy"}
+    nested = nested_cross_validate(
+        recipe(tiny, colours, tmp_path / "n", sweep=sweep, folds={"k": 2, "outer": 2}), progress=Quiet()
+    )
+    wide = fold_interval([fold.scores["token_accuracy"] for fold in nested.folds], test_share=0.5)
+    assert wide.low < 0 and wide.high > 1
+    assert nested.interval == replace(wide, low=0.0, high=1.0)
+
+
+def test_a_metrics_interval_over_folds_ends_where_it_does_and_a_functions_own_nowhere(examined):
+    run, own = Run.read(examined.run), "tests.test_exam:first_letter"
+    values = {0: 0.1, 1: 1.0, 2: 1.0}
+    scores = dict.fromkeys(("accuracy", "token_accuracy", "exact_match", "chrf", own), values)
+    found = {name: summary["interval95"] for name, summary in metric_summaries(run, 0, scores).items()}
+    wide = fold_interval(list(values.values()), test_share=held_out_share_of(run))
+    assert wide.low < 0 and wide.high > 1
+    assert found["accuracy"] == found["token_accuracy"] == found["exact_match"] == [0.0, 1.0]
+    assert found["chrf"] == [0.0, pytest.approx(wide.high)]
+    assert found[own] == pytest.approx([wide.low, wide.high])
 
 
 def test_rows_that_answer_none_of_the_labels_are_named_and_left_out(tiny, colours, tmp_path):

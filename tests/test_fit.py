@@ -70,6 +70,23 @@ def test_a_runs_fit_has_rows_epoch_and_the_folds_expectation_in_its_card(tiny, t
     json.dumps(done.to_json())
 
 
+def test_no_loss_below_zero_is_expected_of_folds_that_differ_much(tiny, tmp_path):
+    rows = [{"prompt": f"{n}: ", "completion": "ok ok ok ok", "part": "odd" if n % 2 else "even"} for n in range(8)] + [
+        {"prompt": f"{n}: ", "completion": f"{3**n} zebra quiz", "part": "odd"} for n in range(4)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = crosstune.cross_validate(
+        data=str(file), model=str(tiny), output=str(tmp_path / "run"), folds={"kind": "column", "by": "part"},
+        lora={"rank": 16, "alpha": 128}, train={"epochs": 60, "batch_size": 4, "learning_rate": 0.01}, progress=Quiet(),
+    )  # fmt: skip
+    losses = [fold["loss"] for fold in result.trials[0]["folds"]]
+    assert fold_interval(losses, test_share=0.5).low < 0
+    assert result.interval95[0] == 0
+    expected = fit(tmp_path / "run", progress=Quiet()).fits[0].expected
+    assert expected.low == 0 < expected.loss < expected.high
+
+
 def test_the_epoch_that_the_folds_found_best_ends_the_fit_on_the_same_schedule(tiny, tmp_path):
     train = {"epochs": 6, "batch_size": 4, "learning_rate": 0.2}  # so high that the folds get worse
     run_folds(tiny, tmp_path / "run", train=train)

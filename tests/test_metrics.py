@@ -201,6 +201,26 @@ def test_no_metric_leaves_its_limits(pairs, seed):
         assert math.isnan(found) or low - 1e-9 <= found <= high + 1e-9, (metric.name, found)
 
 
+def test_every_metric_reaches_its_limits():
+    wanted = ['{"red": 12, "green": "blue and yellow"}'] * 3
+    two, three = np.array([0, 1, 0, 1]), np.array([0, 1, 2])  # of two labels Brier's score is at most 1
+    for metric in METRICS.values():
+        if metric.kind == "text":
+            ends = metric.of_texts(["???"] * 3, wanted), metric.of_texts(wanted, wanted)
+        elif metric.kind == "choice":
+            ends = [
+                metric.of_chances(labels, np.eye(many)[said])
+                for many, labels in ((2, two), (3, three))
+                for said in (labels, (labels + 1) % many)
+            ]
+        else:  # a target token's probability is 1, or nearly 0; all are the first choice, or none
+            loss = 0.0, math.inf
+            ends = {"loss": loss, "perplexity": tuple(map(math.exp, loss)), "token_accuracy": (0.0, 1.0)}[metric.name]
+        low, high = metric.limits
+        assert min(ends) == pytest.approx(low), metric.name
+        assert max(ends) == pytest.approx(high) or (high == math.inf and max(ends) > 9), metric.name
+
+
 def test_every_metric_says_what_it_is_and_none_without_rows():
     for metric in METRICS.values():
         assert metric.description.endswith(".") or metric.description.endswith(")."), metric.name

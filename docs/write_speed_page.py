@@ -142,9 +142,10 @@ def memory(rows: list[Line], lines: list[Line]) -> str:
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for line in newest(lines):
+        used = None if line.get("cap_gib") else line.get("used_bytes")  # under a cap what holds the rest is in it
         cells = [
             tokens(line), line["contestant"], str(line["lanes"]), cell(line["peak_gib"]), cell(line["reserved_gib"]),
-            gib(line.get("used_bytes")), gib(line.get("plan", {}).get("peak_bytes")),
+            gib(used), gib(line.get("plan", {}).get("peak_bytes")),
             percent(line["train_waste"]), percent(line["evaluate_waste"]),
         ]  # fmt: skip
         out.append(f"| {' | '.join(cells)} |")

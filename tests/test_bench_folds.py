@@ -6,6 +6,7 @@ import argparse
 import gc
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -265,6 +266,68 @@ def test_under_a_cap_stands_beside_what_would_have_fit_it():
              result("trl-small", steady_s=110.0, reserved_gib=6.0)]  # fmt: skip
     row = summaries(lines)[0]
     assert (row["best"], row["best_steady_x"], row["small_steady_x"]) == ("peft", 14.0, 55.0)
+
+
+def test_beside_a_capped_run_a_contestants_own_run_under_that_cap_counts_and_none_of_another_job():
+    floor = {
+        "kind": "floor",
+        "contestant": "floor",
+        "tokens": "128",
+        "seconds": 1.0,
+        "flops": 1e15,
+        "tflops_a_second": 800.0,
+    }
+    lines = [
+        floor, ours(cap_gib=16.0), result("peft", cap_gib=16.0, steady_s=60.0), result("peft", reserved_gib=6.0),
+        result("trl-best", tokens="512", reserved_gib=6.0), result("trl-liger", cap_gib=12.0, reserved_gib=6.0),
+        result("unsloth", reserved_gib=None),
+    ]  # fmt: skip
+    row = summaries(lines)[0]
+    assert (row["best"], row["best_steady_s"], row["floor_s"]) == ("peft", 60.0, 1.0)
+    assert list(row["losses_agree"]["apart"]) == ["peft"]
+
+
+def test_what_a_card_shows_as_used_while_another_process_fills_it_is_not_a_contestants():
+    facts = {"used_bytes": 12 * 2**30, "train_waste": 0.0, "evaluate_waste": 0.0}
+    from docs.write_speed_page import memory
+
+    free, capped = memory([], [ours(**facts), ours(cap_gib=16.0, **facts)]).splitlines()[-2:]
+    assert "| 12.0 |" in free and "| 12.0 |" not in capped
+
+
+def test_the_readmes_table_is_what_the_lines_say():
+    lines = [json.loads(text) for text in (ROOT / "bench" / "folds_h200.jsonl").read_text().splitlines()]
+    steady = {
+        (line["tokens"], line.get("cap_gib"), line["contestant"]): line["steady_s"]
+        for line in lines
+        if line["kind"] == "result" and not line.get("by_name") and line["lanes"] == (5 if line["contestant"] == "crosstune" else 1)
+    }  # fmt: skip
+    table = (ROOT / "README.md").read_text().partition("| tokens a row | crosstune")[2].partition("\n\n")[0]
+    peers, seen = ("peft", "trl-liger", "unsloth", "trl-small"), 0
+    for row in table.splitlines()[2:]:
+        name, ours_cell, *cells = (text.strip() for text in row.strip("|").split("|"))
+        tokens = name.replace(",", "").split()[0]
+        cap = 16.0 if "16 GiB" in name else None
+        if tokens == "peak":
+            continue
+        mine = steady[tokens, cap, "crosstune"]
+        assert float(ours_cell.removesuffix(" s")) == pytest.approx(mine, abs=0.05)
+        for peer, text in zip(("trl-free",) * 4 if tokens == "mixed" else peers, cells, strict=True):
+            if text:
+                taken, times = text.split(" s (")[0], text.split("(")[1].split("×")[0]
+                found = steady[tokens, None, peer]
+                assert float(taken) == pytest.approx(found, abs=0.5 if found > 100 else 0.05), (name, peer)
+                assert float(times) == pytest.approx(found / mine, abs=0.5 if found > 10 * mine else 0.05), (name, peer)
+                seen += 1
+    assert seen == 14
+
+
+def test_what_the_page_of_speed_says_in_short_is_in_its_tables():
+    text = (ROOT / "docs" / "speed.md").read_text()
+    short = text.partition("**In short**")[2].partition("\n\n")[0]
+    figures = set(re.findall(r"\d+\.\d+", short))
+    assert len(figures) >= 12
+    assert figures <= set(re.findall(r"\d+\.\d+", text.partition("<!-- tables")[2].partition("<!-- end")[0]))
 
 
 def test_a_base_by_name_has_a_row_of_its_own():

@@ -75,6 +75,16 @@ def test_every_trials_interval_ends_where_the_metric_does():
         assert a.low == c.low == wide.low and b.high == pytest.approx(1 - wide.low)
 
 
+def test_every_trials_interval_has_the_confidence_that_was_asked_for():
+    scores = [1.0, 1.2, 0.9]
+    ranking = rank_trials(
+        [entry("a", scores), entry("b", [2 * one for one in scores])], test_share=1 / 3, confidence=0.8
+    )
+    a, b = (place.interval for place in ranking.places)
+    assert a == fold_interval(scores, test_share=1 / 3, confidence=0.8)
+    assert (b.low, b.high) == pytest.approx((2 * a.low, 2 * a.high))
+
+
 def test_one_trial_and_one_fold_claim_nothing():
     assert "never seen" in rank_trials([entry("a", [1, 2, 3])], test_share=1 / 3).sentence
     assert "luck" in rank_trials([entry("a", [1.0]), entry("b", [2.0])], test_share=1 / 3).sentence

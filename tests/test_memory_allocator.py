@@ -92,13 +92,15 @@ def test_expandable_segments_grow_in_place():
     assert (native.reserved, expandable.reserved) == (120 * MIB, 60 * MIB)
 
 
-def test_a_graphs_pool_serves_nothing_else_until_the_graph_is_gone():
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_graphs_pool_serves_nothing_else_even_when_the_cache_is_emptied(expandable):
     trace = [
-        ("capture", 1, 0), ("born", 1, 30 * MIB), ("died", 1, 30 * MIB), ("captured", 1, 0), ("born", 2, 30 * MIB),
-        ("mark", "beside", 0),
+        ("capture", 1, 0), ("born", 1, 40 * MIB), ("died", 1, 0), ("captured", 1, 0), ("empty", 0, 0),
+        ("born", 2, 40 * MIB),
     ]  # fmt: skip
-    assert replay(trace).peak_reserved == 60 * MIB
-    assert replay([*trace, ("dropped", 1, 0), ("born", 3, 30 * MIB)]).peak_reserved == 60 * MIB
+    assert replay(trace, expandable=expandable).reserved == 80 * MIB
+    again = [*trace, ("capture", 1, 0), ("born", 3, 40 * MIB), ("captured", 1, 0)]
+    assert replay(again, expandable=expandable).reserved == 80 * MIB
 
 
 def test_peaks_by_phase_and_after_a_reset():

@@ -15,7 +15,7 @@ With expandable segments each pool is one segment of addresses without end, mapp
     every remainder is split off; empty_cache unmaps whole free steps anywhere
 
 What is allocated while a CUDA graph is captured comes from a pool of the graph's own, whose segments serve nothing
-else as long as the graph lives.
+else as long as the graph lives: here, to the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 from crosstune.memory.gpus import MIB
 
@@ -31,9 +31,9 @@ SMALL = MIB  # up to here the small pool serves
 SMALL_SEGMENT, LARGE_SEGMENT, LARGE_FROM, STEP = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 ENDLESS = LARGE_SEGMENT << 24  # addresses of an expandable segment: a multiple of every step
 
-Kind = Literal["born", "died", "mark", "begin", "empty", "capture", "captured", "dropped"]
+Kind = Literal["born", "died", "mark", "begin", "empty", "capture", "captured"]
 # born: (key, bytes) · died: (key, bytes) · mark: (label, 0) · empty: empty_cache · begin: the same, and peaks count
-# from here · capture … captured: a graph's pool, by its number · dropped: the graph is gone and its segments may go
+# from here · capture … captured: a graph's pool, by its number
 Event = tuple[Kind, int | str, int]
 
 
@@ -96,7 +96,8 @@ class Pool:
         """The first block of the lowest run of free and unmapped ones, an unmapped one among its first two."""
         for block in self.unmapped:
             first = block.before if block.before is not None and block.before.free else block
-            found, behind = 0, cast("Block | None", first)
+            found = 0
+            behind: Block | None = first
             while behind is not None and behind.free and found < size:
                 found, behind = found + behind.size, behind.next
             if found >= size:
@@ -148,19 +149,6 @@ class Allocator:
                 elif block.before is None and block.next is None:
                     pool.take(block)
                     self.reserved -= self.segments.pop(block.address)
-
-    def drop(self, graph: int) -> None:
-        """A captured graph is gone: its pool's blocks join the others'."""
-        for small in (True, False):
-            pool = self.pools.pop((graph, small), None)
-            if pool is None:
-                continue
-            home = self._pool(small)
-            for block in (b for b in self.blocks.values() if b.pool is pool):
-                block.pool = home
-            for block in (*(block for _, _, block in pool.free), *pool.unmapped):
-                block.pool = home
-                home.put(block)
 
     def _pool(self, small: bool) -> Pool:
         key = (self.graph, small)
@@ -341,10 +329,8 @@ def replay(
         elif kind == "capture":
             allocator.graph = int(key)
             make_workspaces(f" of {key}")  # a stream of its own, to which cuBLAS gives workspaces of its own
-        elif kind == "captured":
-            allocator.graph = 0
         else:
-            allocator.drop(int(key))
+            allocator.graph = 0
     at = max(by_mark, key=lambda label: by_mark[label], default="")
     return Replay(
         allocator.allocated, allocator.reserved, allocator.peak_allocated, allocator.peak_reserved, by_mark, at,

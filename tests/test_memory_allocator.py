@@ -81,6 +81,21 @@ def test_a_limit_first_empties_the_cache_and_then_fails():
     assert (allocator.retries, allocator.failed) == (1, None)
     allocator.born(3, 20 * MIB)
     assert allocator.failed == 20 * MIB
+    allocator.born(4, 2 * MIB)
+    assert (allocator.retries, allocator.failed) == (3, 20 * MIB)  # the first that failed is told
+
+
+def test_what_reaches_the_limit_and_not_beyond_fits():
+    allocator = Allocator(limit=40 * MIB)
+    allocator.born(1, 30 * MIB)
+    allocator.born(2, 10 * MIB)
+    assert (allocator.reserved, allocator.retries) == (40 * MIB, 0)
+
+
+def test_the_limit_counts_from_where_peaks_do():
+    making = [("born", 1, 30 * MIB), ("died", 1, 0), ("begin", 0, 0)]
+    assert replay([*making, ("born", 2, 20 * MIB)], limit=20 * MIB).fits
+    assert not replay([*making, ("born", 2, 30 * MIB)], limit=20 * MIB).fits
 
 
 def test_expandable_segments_grow_in_place():
@@ -90,6 +105,17 @@ def test_expandable_segments_grow_in_place():
             allocator.born(1, size * MIB)
             allocator.died(1)
     assert (native.reserved, expandable.reserved) == (120 * MIB, 60 * MIB)
+
+
+def test_unmapped_addresses_of_just_the_size_are_mapped_again():
+    allocator = Allocator(expandable=True)
+    allocator.born(1, 40 * MIB)
+    allocator.born(2, 20 * MIB)
+    place = allocator.blocks[1].address
+    allocator.died(1)
+    allocator.empty()
+    allocator.born(3, 40 * MIB)
+    assert allocator.blocks[3].address == place
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -107,7 +133,8 @@ def test_peaks_by_phase_and_after_a_reset():
     trace = [("born", 1, MIB), ("mark", "a", 0), ("born", 2, 5 * MIB), ("died", 2, 5 * MIB), ("mark", "b", 0)]
     shown = replay(trace)
     assert (shown.by_mark, shown.at, shown.peak_allocated) == ({"a": MIB, "b": 6 * MIB}, "b", 6 * MIB)
-    assert replay([*trace, ("begin", 0, 0), ("mark", "c", 0)]).peak_allocated == MIB
+    anew = replay([*trace, ("begin", 0, 0), ("mark", "c", 0)])
+    assert (anew.peak_allocated, anew.peak_reserved, anew.by_mark) == (MIB, 2 * MIB, {"c": MIB})
     assert replay([*trace, ("empty", 0, 0), ("mark", "c", 0)]).peak_allocated == 6 * MIB
 
 

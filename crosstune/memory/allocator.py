@@ -209,9 +209,7 @@ class Allocator:
             return None
         pool.take(block)
         if count < block.size:
-            rest = self._cut(block, count)
-            rest.mapped = False
-            pool.put(rest)
+            pool.put(self._cut(block, count))
         block.mapped = True
         return self._put_joined(block)
 

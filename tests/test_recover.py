@@ -273,18 +273,27 @@ def test_a_real_plan_shrinks_until_the_error():
             found = smaller_plan(found, "an evaluation", evaluating=True)
 
 
-def test_the_peak_is_compared_with_the_plan_without_what_other_programs_hold(monkeypatch):
+@pytest.mark.parametrize(
+    ("then", "now", "share", "told"),  # GiB of other programs, and what the run held of its plan's peak
+    [
+        (0, 0, 1.0, ""), (0, 0, 0.9, "-10%"), (0, 0, 1.1, "+10%"),
+        (100, 100, 1.0, ""), (100, 100, 0.9, "-10%"), (100, 100, 1.1, "+10%"),
+        (100, 0, 1.0, ""), (100, 40, 0.9, "-10%"), (0, 100, 1.0, "+"),
+    ],
+)  # fmt: skip
+def test_the_peak_is_compared_with_the_plan_without_what_other_programs_held_all_along(
+    then, now, share, told, monkeypatch
+):
     from tests.test_memory_plan import plan
 
-    found, gpu = plan("h200", model={"name": "x", "quantization": "nf4"}), torch.device("cuda")
-    others = 100 << 30
-    crowded = replace(found, free_bytes=found.job.machine.total_bytes - others)
-    for given, held, share in ((found, 0, 1.0), (crowded, others, 1.0), (crowded, others, 1.1), (crowded, others, 0.9)):
-        used = held + int(share * given.peak_bytes)
-        monkeypatch.setattr(recover_module, "used_bytes", lambda device, used=used: used)
-        hint = compare_peak(given, gpu)
-        assert bool(hint) == (share != 1.0)
-        assert not hint or f"{share - 1:+.0%}" in hint
+    found = plan("h200", model={"name": "x", "quantization": "nf4"})
+    machine = found.job.machine
+    found = replace(found, free_bytes=machine.total_bytes - (then << 30))
+    monkeypatch.setattr(recover_module, "used_bytes", lambda _: (now << 30) + int(share * found.peak_bytes))
+    monkeypatch.setattr(recover_module, "outside_allocator", lambda _: (now << 30) + machine.context_bytes)
+    hint = compare_peak(found, torch.device("cuda"))
+    assert told in hint if told else not hint
+    assert ("other programs" in hint) == ("+" in told)
 
 
 def test_a_leak_is_told_once_with_the_tensors_that_grew():

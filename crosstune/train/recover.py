@@ -14,7 +14,7 @@ import torch
 
 from crosstune.errors import DeviceError
 from crosstune.memory.plan import Plan
-from crosstune.model.device import live_bytes, live_tensors, release, used_bytes
+from crosstune.model.device import live_bytes, live_tensors, outside_allocator, release, used_bytes
 from crosstune.train.lane import LaneJob
 from crosstune.units import bytes_words
 
@@ -127,13 +127,14 @@ def compare_peak(plan: Plan, device: torch.device) -> str:
     """A hint if the device's peak and the plan's differ by more than 5%; empty if not, and where it can't be told."""
     if device.type != "cuda" or plan.layout is not None:
         return ""  # of one device only is it known; a process's resident memory has its peak while the base is loaded
-    others = max(0, plan.job.machine.total_bytes - plan.free_bytes)  # other programs', when the plan was made
-    used = used_bytes(device) - others
+    machine = plan.job.machine
+    then, now = machine.total_bytes - plan.free_bytes, outside_allocator(device) - machine.context_bytes
+    used = used_bytes(device) - max(0, min(then, now))  # without what other programs held all along
     miss = used / plan.peak_bytes - 1
     if abs(miss) <= PEAK_SHARE:
         return ""
     less = "passes were smaller than the largest that could come"
-    why = less if miss < 0 else "or other programs have taken more of the device since"
+    why = less if miss < 0 else "other programs may have taken more of the device since"
     held = f"this run held {bytes_words(used)} at most; the plan said {bytes_words(plan.peak_bytes)}"
     return f"{held} ({miss:+.0%}: {why})"
 

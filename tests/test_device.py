@@ -13,16 +13,18 @@ from crosstune.memory import gpus as gpus_module
 from crosstune.memory.gpus import GIB, GPUS, find_gpu, free_ram_bytes, parse_bytes, present_gpus
 from crosstune.memory.precision import attention_kernel, choose_precision
 from crosstune.memory.visible import best_gpu, choose_gpu, show_gpus, visible_gpus
+from crosstune.model import base as base_module
 from crosstune.model.device import (
     choose_device,
     free_bytes,
     live_bytes,
     live_tensors,
+    make_workspaces,
     named_device,
     peak_bytes,
     pinned_memory,
 )
-from crosstune.recipe.sections import Device
+from crosstune.recipe.sections import Device, Model
 
 
 @pytest.mark.parametrize("name", ["4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx4090", "rtx-4090"])
@@ -253,3 +255,26 @@ def test_where_no_more_memory_can_be_pinned_plain_memory_is_taken(monkeypatch):
     found = pinned_memory(7, torch.int64)
     assert (found.shape, found.dtype) == ((7,), torch.int64)
     assert asked == [True, False]
+
+
+def test_workspaces_are_made_by_both_passes_of_a_product_on_each_gpu_even_without_gradients(monkeypatch):
+    made, ones = [], torch.ones
+
+    def on_the_cpu(*size, device, **kinds):
+        made.append((device, ones(*size, **kinds)))
+        return made[-1][1]
+
+    monkeypatch.setattr(torch, "ones", on_the_cpu)
+    devices = [SimpleNamespace(type="cuda"), torch.device("cpu"), SimpleNamespace(type="cuda")]
+    with torch.no_grad():
+        make_workspaces(devices)
+    assert [device for device, _ in made] == [devices[0], devices[2]]
+    assert all(x.grad is not None for _, x in made)
+
+
+def test_workspaces_are_made_as_soon_as_a_base_is_loaded_or_adopted(tiny, monkeypatch):
+    made, cpu = [], torch.device("cpu")
+    monkeypatch.setattr(base_module, "make_workspaces", made.append)
+    base = base_module.load_base(Model(name=str(tiny)), None, device=cpu, precision="fp32")
+    base_module.adopt(base.model, None)
+    assert made == [(cpu,), (cpu,)]

@@ -16,7 +16,7 @@ from crosstune.memory.gpus import MIB, find_gpu
 from crosstune.model.base import Base
 from crosstune.train.kernels import attention_of, temporaries_of
 from crosstune.train.quantized import quantize_linears
-from crosstune.train.trace import META, Tracker
+from crosstune.train.trace import META, Inside, Tracker
 
 CELLS = [json.loads(line) for line in (Path(__file__).parent / "cases" / "h200_peft.jsonl").read_text().splitlines()]
 SIZES = {  # hidden, layers, heads, kv heads, MLP, vocabulary, tied
@@ -113,3 +113,19 @@ def test_peaks_of_a_small_vocabulary_equal_the_gpus(cell):
 def test_peaks_equal_the_gpus(cell):
     shown = check(cell)
     print(shown.peak_allocated / cell["alloc_peak"] - 1, shown.peak_reserved / cell["reserved_peak"] - 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "stacked", "seen"),
+    [
+        (False, False, "+result +3 +5 -3 -5"), (False, True, "+result +3 +5 -5 -3"),
+        (True, False, "+3 +5 +result -3 -5"), (True, True, "+3 +5 +result -5 -3"),
+    ],
+)  # fmt: skip
+def test_a_kernels_temporaries_come_and_go_in_the_order_that_its_rule_says(first, stacked, seen):
+    tracker = Tracker({"aten::mm": lambda args, kwargs: Inside([3, 5], first=first, stacked=stacked)})
+    x = torch.empty(4, 4, device=META)
+    with tracker:
+        out = x @ x
+    born = {key: "result" if size == out.nbytes else str(size) for kind, key, size in tracker.trace if kind == "born"}
+    assert " ".join("+-"[kind == "died"] + born[key] for kind, key, _ in tracker.trace) == seen

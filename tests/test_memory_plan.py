@@ -308,6 +308,19 @@ def test_room_to_spare_is_worth_a_tenth_of_the_time():
     assert roomy > 8
 
 
+@pytest.mark.parametrize("tokens", [512, 2048])
+def test_the_next_larger_plan_is_the_nearest_that_does_not_fit(tokens):
+    """Oracle: every count of layers is tried."""
+    looked_at = 0
+    for free in range(12, 44, 4):
+        found = plan("h200", lengths=[tokens] * 200, free=free * GIB, model=NF4)
+        tried = [make_plan(found.job, found.lanes, found.micro_batch, count) for count in range(33)]
+        beyond = [other.peak_bytes for other in tried if other.peak_bytes > found.free_bytes]
+        assert not beyond or found.free_bytes < found.larger.peak_bytes <= min(beyond)
+        looked_at += bool(beyond)
+    assert looked_at >= 2
+
+
 NF4 = {"name": "x", "quantization": "nf4"}
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crosstune.errors import DeviceError
+from crosstune.memory.layout import Devices, Layout
 from crosstune.model.attach import Slots
 from crosstune.progress import Quiet
 from crosstune.train import graph as graph_module
@@ -279,6 +280,7 @@ def test_a_real_plan_shrinks_until_the_error():
         (0, 0, 1.0, ""), (0, 0, 0.9, "-10%"), (0, 0, 1.1, "+10%"),
         (100, 100, 1.0, ""), (100, 100, 0.9, "-10%"), (100, 100, 1.1, "+10%"),
         (100, 0, 1.0, ""), (100, 40, 0.9, "-10%"), (0, 100, 1.0, "+"),
+        (-10, 0, 1.0, ""),  # a context smaller than assumed
     ],
 )  # fmt: skip
 def test_the_peak_is_compared_with_the_plan_without_what_other_programs_held_all_along(
@@ -294,6 +296,18 @@ def test_the_peak_is_compared_with_the_plan_without_what_other_programs_held_all
     hint = compare_peak(found, torch.device("cuda"))
     assert told in hint if told else not hint
     assert ("other programs" in hint) == ("+" in told)
+
+
+def test_the_peak_of_a_cpu_and_of_a_spread_base_is_compared_with_nothing(monkeypatch):
+    from tests.test_memory_plan import plan
+
+    found = plan("h200", model={"name": "x", "quantization": "nf4"})
+    spread = Layout(Devices(("cuda:0", "cuda:1"), (found.free_bytes,) * 2, "cuda"), (found.free_bytes,) * 2, (16, 16))
+    monkeypatch.setattr(recover_module, "used_bytes", lambda _: 2 * found.peak_bytes)
+    monkeypatch.setattr(recover_module, "outside_allocator", lambda _: found.job.machine.context_bytes)
+    assert compare_peak(found, torch.device("cuda"))
+    assert not compare_peak(found, torch.device("cpu"))
+    assert not compare_peak(replace(found, layout=spread), torch.device("cuda"))
 
 
 def test_a_leak_is_told_once_with_the_tensors_that_grew():

@@ -14,7 +14,7 @@ ORDER = """
     data.rows data.lines data.json_file data.table_file data.files data.turns data.one_object data.shapes data.load
     data.control data.turn_ends data.template data.render data.encode data.gguf_once data.tokenizer data.token_cache data.token_faults data.tokens data.batches data.flat data.questions
     splits.fold_units splits.leaks splits.splits
-    memory.shape memory.gpus memory.precision memory.visible memory.block memory.estimate memory.layout memory.speed memory.allocator memory.widths memory.spare memory.peaks memory.ways memory.plan memory.config memory.picture memory.explain
+    memory.shape memory.gpus memory.precision memory.visible memory.block memory.estimate memory.layout memory.speed memory.allocator memory.replay memory.widths memory.spare memory.peaks memory.ways memory.plan memory.config memory.picture memory.explain
     data.lint.fault data.lint.faults_file data.lint.faults_rows data.lint.faults_tokens data.lint.faults_template data.lint.faults_folds data.lint.faults_settings
     data.lint.catalogue data.lint.turns data.lint.text data.lint.marks data.lint.kept data.lint.duplicates data.lint.lengths
     data.lint.balance data.lint.embedding data.lint.base data.lint.settings data.lint.folds data.lint.report data.lint.rowpass

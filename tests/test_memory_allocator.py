@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstune.memory.allocator import Allocator, replay
+from crosstune.memory.allocator import Allocator
 from crosstune.memory.gpus import MIB
+from crosstune.memory.replay import replay
 from tests.allocator_run import all_shown, events
 from tests.tiny import CASES
 

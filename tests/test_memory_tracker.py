@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from crosstune.memory.allocator import replay
 from crosstune.memory.gpus import MIB, find_gpu
+from crosstune.memory.replay import replay
 from crosstune.model.base import Base
 from crosstune.train.kernels import attention_of, temporaries_of
 from crosstune.train.quantized import quantize_linears

@@ -2,7 +2,7 @@
 
 Nothing is loaded and nothing is computed, so any computer can rehearse any model in seconds; and as the functions that
 run here are those that train, the plan can't drift from the code. The trace is replayed through a model of CUDA's
-caching allocator (`memory/allocator.py`).
+caching allocator (`memory/replay.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from crosstune.errors import DeviceError
-from crosstune.memory.allocator import Event, Replay, replay
 from crosstune.memory.estimate import Settings, outside_bytes
 from crosstune.memory.gpus import Machine
 from crosstune.memory.plan import Plan
+from crosstune.memory.replay import Event, Replay, replay
 from crosstune.model import block, elementwise, head
 from crosstune.model.attach import Slots, attached
 from crosstune.model.attention import ON_GPU, register

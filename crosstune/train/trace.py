@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from crosstune.memory.allocator import Event
+from crosstune.memory.replay import Event
 
 # (the operator's arguments) → what its CUDA kernel allocates and frees while it runs
 Temporaries = Callable[[tuple[Any, ...], Mapping[str, Any]], "Inside"]

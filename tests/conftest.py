@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+
+# What transformers 5.10 looks for with Python 3.10, where a test has transformers read a file by itself (gguf_once.py).
+if not hasattr(gguf, "__version__"):
+    gguf.__version__ = version("gguf")  # type: ignore[attr-defined]
 
 # Tests run side by side, a process a core; must be set before torch is imported, and holds for programs they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -242,6 +242,13 @@ def test_bytes_of_this_process():
     assert ((32 << 20,), "float32") not in live_tensors("cpu")
 
 
+def test_tensors_without_storage_are_passed_over():
+    sparse, dense = torch.ones(3, 3).to_sparse(), torch.ones(3, 4711)
+    with pytest.raises(RuntimeError):
+        sparse.untyped_storage()
+    assert live_tensors("cpu")[(3, 4711), "float32"] == dense.nbytes
+
+
 def test_where_no_more_memory_can_be_pinned_plain_memory_is_taken(monkeypatch):
     real, asked = torch.empty, []
 

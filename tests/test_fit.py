@@ -78,7 +78,7 @@ def test_no_loss_below_zero_is_expected_of_folds_that_differ_much(tiny, tmp_path
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = crosstune.cross_validate(
         data=str(file), model=str(tiny), output=str(tmp_path / "run"), folds={"kind": "column", "by": "part"},
-        lora={"rank": 16, "alpha": 128}, train={"epochs": 60, "batch_size": 4, "learning_rate": 0.01}, progress=Quiet(),
+        lora={"rank": 16, "alpha": 128}, train={"epochs": 60, "batch_size": 4, "learning_rate": 0.002}, progress=Quiet(),
     )  # fmt: skip
     losses = [fold["loss"] for fold in result.trials[0]["folds"]]
     assert fold_interval(losses, test_share=0.5).low < 0

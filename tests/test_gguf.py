@@ -115,7 +115,7 @@ def test_what_llama_cpp_cannot_hold_is_refused_with_the_way_out(tmp_path, tiny):
 
 def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, tiny, monkeypatch):
     flushed, named = set(), []
-    fsync, replace = os.fsync, os.replace
+    fsync, replace = os.fsync, Path.replace
 
     def flush(handle):
         fsync(handle)
@@ -123,11 +123,11 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, tiny, monkeypa
 
     def rename(source, place):
         named.append((Path(place).name, Path(source).stat().st_ino in flushed))
-        replace(source, place)
+        return replace(source, place)
 
     export(tmp_path / "adapter", tiny, Lora(rank=4))
     monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(os, "replace", rename)
+    monkeypatch.setattr(Path, "replace", rename)  # Python 3.10 has it not from os
     write_gguf(tmp_path / "adapter")
     assert named == [("adapter.gguf", True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 
 import gguf
 import pytest
@@ -50,6 +51,12 @@ def test_the_weights_and_the_tokenizer_are_those_that_transformers_reads_by_itse
     assert all(torch.equal(plain[name], ours[name]) for name in plain)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     assert load_tokenizer(Model(name=str(file))).get_vocab() == tokenizer.get_vocab()
+
+
+def test_gguf_has_a_version_of_its_own_where_transformers_looks_for_it(monkeypatch):
+    monkeypatch.delattr(gguf, "__version__", raising=False)
+    with parsed_once():
+        assert gguf.__version__ == version("gguf")
 
 
 def test_a_file_that_was_written_again_is_parsed_again(file):

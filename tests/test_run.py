@@ -380,6 +380,10 @@ class _OfALibrary(Exception):
             _OfALibrary("Error while serializing: I/O error: No space left on device (os error 28)"),
             "\n  Free some space",
         ),
+        (  # safetensors 0.5
+            _OfALibrary('IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })'),
+            "\n  Free some space",
+        ),
         (_OfALibrary("Read-only file system (os error 30)"), "\n  The disk is mounted read-only"),
         (_OfALibrary("I/O error: failed to write whole buffer"), "whole buffer\n  Check that disk"),
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ def parsed_once() -> Iterator[None]:
         yield
         return
     names: Any = gguf
+    if not hasattr(gguf, "__version__"):  # with Python 3.10 transformers 5.10 looks here: no module is listed there
+        names.__version__ = version("gguf")
     reader_class, name_map = names.GGUFReader, names.get_tensor_name_map
 
     def reader(path: Any, mode: str = "r") -> Any:

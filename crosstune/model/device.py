@@ -225,9 +225,14 @@ def live_tensors(device_type: str) -> Counter[tuple[tuple[int, ...], str]]:
     found: Counter[tuple[tuple[int, ...], str]] = Counter()
     seen = set()
     for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor) or thing.device.type != device_type:
+        if not issubclass(type(thing), torch.Tensor):
             continue
-        storage = thing.untyped_storage()
+        try:
+            storage = thing.untyped_storage()
+        except RuntimeError:  # a sparse tensor, an undefined one, a wrapper: somebody else's
+            continue
+        if thing.device.type != device_type:
+            continue
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             found[tuple(thing.shape), str(thing.dtype).removeprefix("torch.")] += storage.nbytes()

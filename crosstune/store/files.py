@@ -46,7 +46,7 @@ def guard(doing: str, path: Path) -> Iterator[None]:
     except OSError as error:
         raise _refused(doing, path, error.errno or 0, str(error.strerror or error)) from error
     except Exception as error:  # safetensors' own or, from tokenizers, of no class: "I/O error: … (os error 28)"
-        number = re.search(r"I/O error(?!.*\(os error)|\(os error (\d+)\)", str(error))
+        number = re.search(r"I/O error(?!.*\(os error)|(?:\(os error |IoError\(Os \{ code: )(\d+)", str(error))
         if number is None:
             raise
         raise _refused(doing, path, int(number[1] or 0), str(error)) from error

@@ -1,12 +1,23 @@
 """Attention with repeated heads: transformers' own sdpa is the oracle."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
-from crosstune.model import attention, base
-from crosstune.model.attention import ON_GPU, attention_name, gpu_attention, register, takes_groups
+from crosstune.memory.precision import cpu_takes_groups
+from crosstune.model import attention, base, repeatable
+from crosstune.model.attention import (
+    ON_CPU,
+    ON_GPU,
+    attention_as_taken,
+    attention_name,
+    cpu_attention,
+    register,
+    takes_groups,
+)
 from crosstune.model.base import adopt, load_base
 from crosstune.recipe.sections import Model
 from tests.tiny import make_tiny
@@ -32,14 +43,53 @@ def test_values_are_those_of_transformers_sdpa(tmp_path, monkeypatch, packed, gr
 
 
 def test_gpus_share_one_attention_and_only_the_flash_kernel_takes_groups(monkeypatch):
-    cuda, query = torch.device("cuda", 0), torch.zeros(1, dtype=torch.bfloat16)
-    assert attention_name(torch.device("cpu"), torch.float32) == "sdpa"
+    cuda = torch.device("cuda", 0)
     assert attention_name(cuda, torch.bfloat16) == attention_name(cuda, torch.float32) == ON_GPU
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert takes_groups(query)
-    assert not takes_groups(query.float())
+    assert takes_groups(SimpleNamespace(device=cuda, dtype=torch.bfloat16))
+    assert not takes_groups(SimpleNamespace(device=cuda, dtype=torch.float32))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not takes_groups(query.half())
+    assert not takes_groups(SimpleNamespace(device=cuda, dtype=torch.float16))
+
+
+def test_a_cpus_flash_kernel_takes_groups_where_it_is_said_to(monkeypatch):
+    query, key = torch.zeros(1, 2, 2, 8), torch.zeros(1, 1, 2, 8)
+    kernel = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=True)
+    assert cpu_takes_groups() == (kernel == SDPBackend.FLASH_ATTENTION.value)
+    for grouped, name in ((True, "sdpa"), (False, ON_CPU)):
+        monkeypatch.setattr(attention, "cpu_takes_groups", lambda grouped=grouped: grouped)
+        assert attention_name(torch.device("cpu"), torch.float32) == name
+        assert takes_groups(query) == grouped
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_cpu_whose_kernel_takes_no_groups_it_gets_none_and_nothing_else_changes(monkeypatch, dtype):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 2
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    mask[0, :, :, :2] = torch.eye(6, 2, dtype=torch.bool)
+    attend, seen = attention.scaled_dot_product_attention, []
+
+    def watched(query, key, value, *args, **more):
+        seen.append((query.shape[1], key.shape[1], value.shape[1]))
+        return attend(query, key, value, *args, **more)
+
+    for given in (None, mask):
+        found = []
+        for forward in (sdpa_attention_forward, cpu_attention):
+            leaves = [x.to(dtype).requires_grad_() for x in heads(6, 6)]
+            if forward is cpu_attention:
+                monkeypatch.setattr(attention, "cpu_takes_groups", lambda: False)
+                monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
+                monkeypatch.setattr(repeatable, "scaled_dot_product_attention", watched)
+            out = forward(module, *leaves, given)[0]
+            out.float().square().sum().backward()
+            found.append([out, *(leaf.grad for leaf in leaves)])
+        for theirs, ours in zip(*found, strict=True):
+            assert (theirs - ours).norm() <= torch.finfo(dtype).eps * 8 * theirs.norm()
+    assert seen == [(4, 4, 4)] * 2
 
 
 def small(kind):
@@ -87,7 +137,9 @@ def both(query, key, value, mask, **more):
 
     module = torch.nn.Module()
     module.is_causal, module.num_key_value_groups = True, 2
-    return [forward(module, query, key, value, mask, **more)[0] for forward in (gpu_attention, sdpa_attention_forward)]
+    return [
+        forward(module, query, key, value, mask, **more)[0] for forward in (attention_as_taken, sdpa_attention_forward)
+    ]
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -123,5 +175,5 @@ def test_heads_that_the_flash_kernel_refuses_are_repeated(monkeypatch, size, val
     seen = []
     monkeypatch.setattr(attention, "attend", lambda query, key, value, **_: seen.append(key.shape[1]) or query)
     query, key, value = torch.zeros(1, 4, 3, size), torch.zeros(1, 2, 3, size), torch.zeros(1, 2, 3, value_size)
-    gpu_attention(torch.nn.Module(), query, key, value, None, is_causal=True)
+    attention_as_taken(torch.nn.Module(), query, key, value, None, is_causal=True)
     assert seen == [4]

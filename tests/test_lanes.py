@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from crosstune.data.batches import collate
-from crosstune.model import block
+from crosstune.model import block, repeatable
 from crosstune.model.attach import PEFT_PREFIX, attached
 from crosstune.model.base import Base, load_base
 from crosstune.model.initial import initial_a
@@ -81,7 +81,8 @@ def test_exactly_the_checkpointed_layers_are_computed_twice(base, layers, monkey
         calls.append(torch.is_inference_mode_enabled())
         return attend(*given, **options)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count)
+    for place in (torch.nn.functional, repeatable):  # transformers' attention, or ours
+        monkeypatch.setattr(place, "scaled_dot_product_attention", count)
     run(base, [fold_job(base, 0, max_steps=1)], random_tokens(), PlanOf(4, layers))
     assert calls.count(False) == 2 + layers
 

@@ -20,6 +20,7 @@ from safetensors.torch import load, load_file, save_file
 from crosstune.crossval import cross_validate
 from crosstune.errors import ModelError, RunError
 from crosstune.fitting.fit import fit
+from crosstune.model.device import live_tensors
 from crosstune.progress import Quiet
 from crosstune.store.run import Run
 from crosstune.train import wave as wave_module
@@ -249,8 +250,7 @@ def test_m01_nothing_of_a_fold_is_alive_when_the_next_one_begins(
             born.extend((fold, weakref.ref(thing)) for thing in (slots, optimizer, *lanes, *optimizer.kernels))
             born.extend((fold, weakref.ref(tensor)) for tensor in (slots.master_KP, slots.grad_KP, optimizer.m_KP))
             gc.collect()
-            tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-            alive[fold] = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+            alive[fold] = live_tensors("cpu").total()
         return real(slots, optimizer, lanes, batches, *run)
 
     monkeypatch.setattr(wave_module, "train_step", watching)

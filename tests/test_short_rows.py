@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from crosstune.model.attention import SHORT, SHORT_ROWS, ShortRows, attention_name
+from crosstune.memory.precision import cpu_takes_groups
+from crosstune.model.attention import ON_CPU, SHORT, ShortRows, attention_name
 from tests.tiny import make_tiny
 
 SCALE = 0.125
@@ -43,8 +44,8 @@ def test_gradients_are_as_near_to_the_exact_ones_as_those_of_pytorchs_kernel(len
 
 def test_only_bf16_on_a_cpu_takes_it():
     cpu = torch.device("cpu")
-    assert attention_name(cpu, torch.bfloat16) == SHORT_ROWS
-    assert attention_name(cpu, torch.float32) == "sdpa"
+    assert attention_name(cpu, torch.bfloat16) == ON_CPU
+    assert attention_name(cpu, torch.float32) == ("sdpa" if cpu_takes_groups() else ON_CPU)
 
 
 def test_a_model_gives_the_same_logits_and_gradients_with_padding_too(tmp_path):
@@ -59,5 +60,8 @@ def test_a_model_gives_the_same_logits_and_gradients_with_padding_too(tmp_path):
             logits = model(ids, attention_mask=attention_mask).logits
             logits.float().square().mean().backward()
             found.append((logits, model.model.layers[0].self_attn.k_proj.weight.grad))
-        assert torch.equal(found[0][0], found[1][0])
+        if cpu_takes_groups() or attention_mask is not None:
+            assert torch.equal(found[0][0], found[1][0])
+        else:  # transformers' sdpa goes to plain products
+            assert (found[0][0] - found[1][0]).norm() <= 2.0**-6 * found[0][0].norm()
         assert (found[0][1] - found[1][1]).norm() <= 2.0**-6 * found[0][1].norm()

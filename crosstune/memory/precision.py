@@ -6,6 +6,8 @@ Torch-free, so that `plan` and `doctor` say beforehand what a run will use.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 from crosstune.errors import DeviceError
 from crosstune.memory.gpus import Machine, cpu_flags
@@ -49,7 +51,19 @@ def choose_precision(wanted: str, machine: Machine) -> Choice:
 
 def repeats_heads(machine: Machine, precision: str) -> bool:
     """Grouped keys and values are repeated for every query head, as only the flash kernel takes them as they are."""
+    if machine.kind == "cpu":
+        return not cpu_takes_groups()
     return machine.kind == "cuda" and (precision == "fp32" or machine.capability < (8, 0))
+
+
+@cache
+def cpu_takes_groups() -> bool:
+    """PyTorch's flash kernel for CPUs takes grouped heads: 2.9's does; with 2.8 they go to plain, T x T products."""
+    try:
+        found = version("torch")
+    except PackageNotFoundError:  # a plan without torch: for whichever comes
+        return True
+    return tuple(map(int, found.split(".")[:2])) >= (2, 9)
 
 
 def attention_kernel(machine: Machine, precision: str, *, head_dim: int = 128, masked: bool = False) -> Choice:

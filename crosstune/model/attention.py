@@ -6,6 +6,8 @@ sdpa_attention.py, use_gqa_in_sdpa). The memory-efficient kernel doesn't take th
 sdp_utils.cpp, supports_gqa = false), so torch would fall back to plain products with T x T matrices. Repeating keys and
 values first keeps the efficient kernel.
 
+*On a CPU* PyTorch 2.8's flash kernel takes no grouped heads either: the same is done there.
+
 *bf16 on a CPU*: the forward pass of torch's flash kernel is good, its backward pass isn't for short rows (torch 2.13:
 16.8 ms against 4.9 ms by plain products for 15 rows of 60 tokens, 9 heads of 64, one core of an AMD EPYC with
 avx512_bf16; at 128 tokens 38 against 20 to 30 ms).
@@ -19,19 +21,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from crosstune.memory.precision import cpu_takes_groups
 from crosstune.model.repeatable import attend
 
 ON_GPU = "sdpa_on_gpu"
-SHORT_ROWS = "sdpa_short_rows"
+ON_CPU = "sdpa_on_cpu"
 SHORT = 128  # tokens; longer rows take torch's own backward pass
 FLASH_WIDTH = 256  # of a head, at most, that the flash kernel takes
 
 
 def attention_name(device: torch.device, dtype: torch.dtype) -> str:
     """transformers' `attn_implementation` for a device and compute type."""
-    if device.type == "cpu" and dtype == torch.bfloat16:
+    if device.type == "cpu" and (dtype == torch.bfloat16 or not cpu_takes_groups()):
         register()
-        return SHORT_ROWS
+        return ON_CPU
     if device.type != "cuda":
         return "sdpa"
     register()
@@ -43,12 +46,12 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    for name, attention in ((ON_GPU, gpu_attention), (SHORT_ROWS, short_rows_attention)):
+    for name, attention in ((ON_GPU, attention_as_taken), (ON_CPU, cpu_attention)):
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, sdpa_mask)
 
 
-def gpu_attention(
+def attention_as_taken(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -79,7 +82,9 @@ def gpu_attention(
 
 
 def takes_groups(query: Tensor) -> bool:
-    """The flash kernel is to be had, which takes fewer key heads than query heads."""
+    """The flash kernel is to be had, and takes fewer key heads than query heads."""
+    if query.device.type == "cpu":
+        return cpu_takes_groups()
     return query.dtype != torch.float32 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
@@ -97,7 +102,7 @@ def for_every_head(query: Tensor, key: Tensor) -> Tensor:
     return key.repeat_interleave(groups, 1) if groups > 1 else key
 
 
-def short_rows_attention(
+def cpu_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -109,12 +114,15 @@ def short_rows_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' sdpa_attention_forward: the same kernel forward, another one backward where rows are short."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     causal = bool(module.is_causal) if is_causal is None else is_causal
     if causal and attention_mask is None and not dropout and takes_short_rows(query, key, value):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        key, value = as_taken(query, key, value, None)
         return ShortRows.apply(query, key, value, scale).transpose(1, 2).contiguous(), None
+    if not takes_groups(query):
+        return attention_as_taken(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )

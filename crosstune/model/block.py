@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from crosstune.model.attention import ON_GPU, SHORT_ROWS
+from crosstune.model.attention import ON_CPU, ON_GPU
 from crosstune.model.bundle import Bundle, Normed
 from crosstune.model.elementwise import rms_norm, rms_norm_backward, rotate_, rotate_back, swiglu, swiglu_backward_
 from crosstune.model.lora import Dropout, Pass
@@ -233,7 +233,7 @@ def fused_block(block: nn.Module, now: Pass, dtype: torch.dtype) -> FusedBlock |
     known: Any = block
     attention, mlp = known.self_attn, known.mlp
     config = attention.config
-    if config.hidden_act not in ("silu", "swish") or config._attn_implementation not in ("sdpa", ON_GPU, SHORT_ROWS):
+    if config.hidden_act not in ("silu", "swish") or config._attn_implementation not in ("sdpa", ON_GPU, ON_CPU):
         return None
     bundles = [
         Bundle.of(layers, now, dtype)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from crosstune.memory.shape import ModelShape
-from crosstune.model.attention import as_taken, gpu_attention
+from crosstune.model.attention import as_taken, attention_as_taken
 from crosstune.model.repeatable import fused_attention, fused_gradients, fused_kernel
 
 Launch = Callable[[], None]
@@ -43,7 +43,7 @@ class Launches:
     def attend(self) -> None:
         """Attention without autograd."""
         query, key, value = self._heads(128)
-        gpu_attention(nn.Module(), query, key, value, None, is_causal=True)
+        attention_as_taken(nn.Module(), query, key, value, None, is_causal=True)
 
     def attend_back(self) -> None:
         """Its backward pass, over whole blocks of tokens and over part of one.

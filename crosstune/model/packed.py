@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from crosstune.model.attention import ShortRows, takes_short_rows
+from crosstune.model.attention import ShortRows, as_taken, takes_short_rows
 from crosstune.model.repeatable import in_one_order
 
 
@@ -70,8 +70,12 @@ def _each_row(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: floa
     # split, not slices: the gradient of a slice is a tensor of all tokens
     for parts in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in parts)
-        if takes_short_rows(q, k, v):
+        is_short = takes_short_rows(q, k, v)
+        k, v = as_taken(q, k, v, None)
+        if is_short:
             seen = ShortRows.apply(q, k, v, scale)
         else:
-            seen = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            seen = scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
         yield seen[0].transpose(0, 1).flatten(1)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.functional import scaled_dot_product_attention
 
 from crosstune.memory.gpus import Machine, flash_sums
 from crosstune.memory.precision import repeats_heads
@@ -160,33 +159,21 @@ def cpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention as a CPU dispatches it: flash, but for grouped heads in an older torch."""
-    if query.shape[1] != key.shape[1] and not groups_on_cpu():
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    """scaled_dot_product_attention as a CPU dispatches it: flash."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-
-
-@cache
-def groups_on_cpu() -> bool:
-    """The CPU's flash kernel takes fewer key heads than query heads (torch 2.13 does; 2.8 takes plain products)."""
-    query, key = torch.zeros(1, 2, 2, 8), torch.zeros(1, 1, 2, 8)
-    return (
-        torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=True) == SDPBackend.FLASH_ATTENTION.value
-    )
 
 
 @contextmanager
 def attention_of(machine: Machine, precision: str) -> Iterator[None]:
     """Let meta tensors take the attention kernel that the device would."""
     repeats = repeats_heads(machine, precision)
-    kernel = cpu_attention if machine.kind == "cpu" else flash_attention
-    if repeats:
-        kernel = efficient_attention
+    is_cpu = machine.kind == "cpu"
+    kernel = cpu_attention if is_cpu else efficient_attention if repeats else flash_attention
 
     def kernel_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any) -> int:
+        if is_cpu:
+            return int(SDPBackend.MATH.value)  # none that is made the same bits each time by us
         return repeatable.EFFICIENT if repeats or mask is not None else repeatable.FLASH
 
     with (

@@ -25,7 +25,7 @@ from crosstune.memory.plan import Plan
 from crosstune.memory.replay import Event, Replay, replay
 from crosstune.model import block, elementwise, head
 from crosstune.model.attach import Slots, attached
-from crosstune.model.attention import ON_GPU, register
+from crosstune.model.attention import attention_name
 from crosstune.model.base import DTYPES, Base
 from crosstune.train import generate
 from crosstune.train.drill import go_through, job_of
@@ -181,9 +181,7 @@ def meta_base(config: Mapping[str, Any], settings: Settings, machine: Machine) -
     if settings.quantization != "none":
         quantize_linears(base, settings.quantization, double_quant=settings.double_quant)
     base.freeze()
-    if machine.kind == "cuda":
-        register()
-        base.attend_as(ON_GPU)
+    base.attend_as(attention_name(torch.device(machine.kind), dtype))
     return base
 
 
